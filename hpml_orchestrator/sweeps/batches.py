@@ -12,7 +12,7 @@ import shlex
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import (
@@ -260,7 +260,7 @@ def _prepare(
     )
 
 
-def _values(plan: SweepPlan, point: Point) -> dict[str, Any]:
+def _values(plan: SweepPlan, point: Point) -> dict[str, object]:
     """Return scale and values of a point by name, and the seed if the program receives it."""
     scale = {plan.unit: point.scale} if plan.unit else {}
     seed = {"seed": point.seed} if "seed" in plan.placeholders else {}

@@ -254,7 +254,7 @@ class Controller:
     def _stop_early(self) -> None:
         """Ask runs to stop whose result is clear; cancel those that do not stop."""
         search, now = self._plan.spec.search, self._clock()
-        seconds = self._plan.trial.get("seconds", 0.0)
+        seconds = self._plan.trial.seconds if self._plan.trial else 0.0
         if not seconds and (not self._plan.spec.searches or search.pruner == "none"):
             return
         running = {

@@ -16,10 +16,10 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from submitit import AutoExecutor
 from submitit.core import core
@@ -42,6 +42,7 @@ from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (
     NAMES,
+    Parameters,
     Prefixed,
     derived_from,
     fields_of,
@@ -169,7 +170,7 @@ class HpmlExecutor(core.Executor):
     def _valid_parameters(cls) -> set[str]:
         return Prefixed(NAMES - AutoExecutor._valid_parameters())  # noqa: SLF001 - for plugins
 
-    def _internal_update_parameters(self, **kwargs: Any) -> None:
+    def _internal_update_parameters(self, **kwargs: object) -> None:
         """Change parameters, all or none.
 
         Raises:
@@ -185,7 +186,7 @@ class HpmlExecutor(core.Executor):
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[core.Job[Any]]:
+    ) -> list[core.Job[object]]:
         """Submit calls: one as a job, several as an array, or as arrays if one would be too large.
 
         Raises:
@@ -193,7 +194,7 @@ class HpmlExecutor(core.Executor):
                 before is cancelled.
         """
         calls = list(delayed_submissions)
-        jobs: list[core.Job[Any]] = []
+        jobs: list[core.Job[object]] = []
         with _hints():
             backend = choose(self.parameters.get("backend", "auto"))
             resolved, site = self._load(self.parameters, backend)
@@ -213,13 +214,13 @@ class HpmlExecutor(core.Executor):
         return jobs
 
     def _load(
-        self, parameters: Mapping[str, Any], backend: str
+        self, parameters: Parameters, backend: str
     ) -> tuple[ResolvedJob, ResolvedSite | None]:
         """Return the job that parameters describe, and the site profile in use."""
         path = parameters.get("job_file") or Path.cwd() / "submitit.yaml"
         chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
         site = site_for(path, os.environ, chosen=chosen, backend=backend)
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "launcher": "srun",
             "script": None,
             "module": None,
@@ -262,7 +263,7 @@ class HpmlExecutor(core.Executor):
             # Its ranks start again in the same job, each time with the full time limit.
             again = any(hasattr(call.function, "checkpoint") for call in calls)
             starts = 1 + self.max_num_timeout if again else 1
-            limits: dict[str, Any] = {"time": format_time(starts * (seconds + _START_SECONDS))}
+            limits: dict[str, object] = {"time": format_time(starts * (seconds + _START_SECONDS))}
             variables = {**environment.variables, SIGNAL_AFTER: str(seconds - delay)}
             environment = environment.model_copy(update={"variables": variables})
         elif not any(option.startswith("--signal=") for option in extra):
@@ -279,7 +280,7 @@ class HpmlExecutor(core.Executor):
 
     def _submit(
         self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
-    ) -> list[core.Job[Any]]:
+    ) -> list[core.Job[object]]:
         """Submit some of all calls (`of` is their number) as one job or array."""
         job = rendered.resolved.job
         sid = new_id(job.name)
@@ -312,7 +313,7 @@ class HpmlExecutor(core.Executor):
             raise
         first = local_job_id(sid) if backend == "local" else number
         ranks = range(job.resources.nodes * job.resources.ranks)
-        jobs: list[core.Job[Any]] = []
+        jobs: list[core.Job[object]] = []
         for suffix, pickle in zip(suffixes, pickles, strict=True):
             paths = JobPaths(self.folder, f"{first}{suffix.replace('.', '_')}")
             paths.folder.mkdir(parents=True, exist_ok=True)
@@ -345,7 +346,7 @@ class HpmlExecutor(core.Executor):
         return texts
 
 
-def _one_line(text: Any) -> str:
+def _one_line(text: object) -> str:
     return re.sub(r"[\x00-\x1f\x7f]+", " ", str(text))
 
 

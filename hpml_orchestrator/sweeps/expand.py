@@ -15,7 +15,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpml_orchestrator.check.paths import is_one_machine
 from hpml_orchestrator.errors import InputError, did_you_mean
@@ -258,14 +258,14 @@ class _Planner:
         sizes: Sequence[int | None] = scale.sizes if scale else [None]
         combinations = itertools.product(sizes, itertools.product(*varied.values()))
         for number, (size, chosen) in enumerate(combinations):
-            fixed: dict[str, Any] = dict(zip(varied, chosen, strict=True))
+            fixed: dict[str, object] = dict(zip(varied, chosen, strict=True))
             settings = self._shape_settings(fixed)
             if scale is not None and size is not None:
                 settings += scaled(self.base.resources, scale.unit, size)
                 fixed[scale.unit] = size
             yield self._shape(number, settings, fixed)
 
-    def _shape_settings(self, fixed: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _shape_settings(self, fixed: Mapping[str, object]) -> list[tuple[str, object]]:
         """Return the fields of a shape's job that differ from the base job's."""
         settings, arguments = list(self._settings), Arguments(self.base.args)
         for axis, value in fixed.items():
@@ -282,7 +282,7 @@ class _Planner:
         return [*settings, ("args", arguments.words)]
 
     def _shape(
-        self, number: int, settings: list[tuple[str, Any]], fixed: Mapping[str, Any]
+        self, number: int, settings: list[tuple[str, object]], fixed: Mapping[str, object]
     ) -> Shape:
         job = self._load(settings, fixed)
         resources = job.resources
@@ -309,7 +309,7 @@ class _Planner:
             oversubscribed=crowded,
         )
 
-    def _load(self, settings: list[tuple[str, Any]], fixed: Mapping[str, Any]) -> Job:
+    def _load(self, settings: list[tuple[str, object]], fixed: Mapping[str, object]) -> Job:
         """Return the job of a shape; its errors name the axis or the scale."""
         names = self.placeholders.values()
         base = self.sweep.base

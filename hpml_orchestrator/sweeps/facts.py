@@ -91,7 +91,7 @@ class Setting:
     label: str  # scale and values in one line
     series: str  # the values alone, empty without axes
     scale: int | None
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     planned: int  # runs of the plan that no rule excludes
     runs: int  # how many of them are complete
     missing: Mapping[str, int]  # those that are not complete, by the state of their last start

@@ -154,7 +154,7 @@ def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
         text = f"{counted(len(rates), 'attempt')} trained with another learning rate than planned."
         yield Notice("Learning rate", text, details=tuple(rates[:_MOST_DETAILS]))
     used = _differing(report.settings, "learning_rate")
-    if report.mode == "strong" and not plan.sweep.get("learning_rate") and used:
+    if report.mode == "strong" and not plan.spec.learning_rate and used:
         text = (
             f"The scales trained with learning rates from {used[0]:g} to {used[-1]:g} at "
             "the same global batch, so their accuracies and times to accuracy do not compare."
@@ -178,7 +178,7 @@ def _targets(plan: SweepPlan, report: Report, aim: float | None) -> Iterable[Not
     rows = [attempt.row for attempt in report.attempts]
     told = sorted({row.target_accuracy for row in rows if row.target_accuracy is not None})
     listed = ", ".join(f"{target:g}" for target in told)
-    wanted = plan.sweep.get("target_accuracy")
+    wanted = plan.spec.target_accuracy
     unknown = sum(one.target.unknown for one in report.settings if one.target)
     if wanted is not None and aim != wanted and report.states.get(MEASURED):
         text = f"The sweep file's target accuracy is {wanted:g}, but no run reported evaluations"

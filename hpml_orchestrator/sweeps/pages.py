@@ -40,8 +40,7 @@ def to_markdown(document: Report | Comparison) -> str:
 
 def to_json(document: Report | Comparison) -> dict[str, Any]:
     """Return all facts as JSON values; an infinite number becomes null."""
-    facts: dict[str, Any] = json.loads(TypeAdapter(type(document)).dump_json(document))
-    return facts
+    return dict(json.loads(TypeAdapter(type(document)).dump_json(document)))
 
 
 def _body(form: str, document: Report | Comparison, drawn: Sequence[plots.Plot]) -> str:

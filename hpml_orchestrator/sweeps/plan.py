@@ -40,6 +40,7 @@ __all__ = [
     "Point",
     "Shape",
     "SweepPlan",
+    "Trial",
     "directory_of",
     "job_of",
     "point_of",
@@ -63,7 +64,7 @@ class Shape:
     number: int  # its place in the plan, from 0
     # What all of its points have in common: axes that are fields of the job or flags, and the scale
     # under its unit
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, object]
     # The complete job, `args` with `{point.NAME}` in place of a point's values
     job: Mapping[str, Any]
     # `nodes`, `ranks`, `gpus`, `cores`: of one point, in all
@@ -117,6 +118,17 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What `hpml report --try` tries, see `trial.py`."""
+
+    run: str  # label of the run that it is of
+    seconds: float  # of training after which a run is stopped; 0: never
+    touches_accuracy: bool
+    expected_seconds: float | None  # of one run
+    whole_seconds: float | None  # that the run took, if it completed
+
+
+@dataclass(frozen=True)
 class SweepPlan:
     """Everything that is decided before the first submission."""
 
@@ -145,9 +157,7 @@ class SweepPlan:
     # Decisions of the planner, such as which argument is the batch size
     notes: tuple[str, ...] = ()
     cluster: str = ""  # the Slurm cluster; empty if unknown
-    # Of a trial of `hpml report --try` (`trial.py`): the `run` that it is of, `seconds` of training
-    # after which a run is stopped (0: never), and what else its answer needs
-    trial: Mapping[str, Any] = field(default_factory=dict)
+    trial: Trial | None = None
 
     @cached_property
     def spec(self) -> Sweep:
@@ -155,7 +165,7 @@ class SweepPlan:
         return Sweep.model_validate(self.sweep)
 
     @cached_property
-    def shapes_by_values(self) -> Mapping[tuple[Any, ...], Shape]:
+    def shapes_by_values(self) -> Mapping[tuple[object, ...], Shape]:
         """The shapes by the values of `fixed`, whose names are the same in all of them."""
         return {tuple(shape.fixed.values()): shape for shape in self.shapes}
 
@@ -163,7 +173,7 @@ class SweepPlan:
 def point_of(
     plan: SweepPlan,
     number: int,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     *,
     repeat: int = 0,
     scale: int | None = None,
@@ -208,12 +218,12 @@ def job_of(plan: SweepPlan, shape: Shape, array: str) -> ResolvedJob:
     """Return the job of a shape as an array of tasks, such as `0-99%8`."""
     job = Job.model_validate({**shape.job, "array": array})
     origins = dict.fromkeys(leaves(job.model_dump()), f"sweep {plan.id}")
-    return ResolvedJob(job, Path(plan.sweep["base"]), origins)
+    return ResolvedJob(job, Path(plan.spec.base), origins)
 
 
 def site_of(plan: SweepPlan, environment: Mapping[str, str]) -> ResolvedSite | None:
     """Return the site profile that the sweep's jobs use."""
-    return site_for(plan.sweep["base"], environment, chosen=plan.site, backend=plan.backend)
+    return site_for(plan.spec.base, environment, chosen=plan.site, backend=plan.backend)
 
 
 def directory_of(store: Store, plan_id: str) -> Path:

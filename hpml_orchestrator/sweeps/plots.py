@@ -21,6 +21,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.typing import ColorType
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.diagnosis.templates import number
@@ -36,7 +37,7 @@ _COLOURS = dict(re.findall(r"--(\w+): (#\w{6});", _LIGHT))
 _QUIET = _COLOURS["quiet"]
 _SERIES = [_COLOURS[f"c{place}"] for place in range(1, len(PARTS) + 1)]
 _OF_PARTS = [_SERIES[place - 1] for place in (2, 4, 5, 7, 1, 6, 3, 8, 9, 10)]
-_RC: dict[Any, Any] = {
+_RC: dict[str, Any] = {
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _QUIET),
     **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"]),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), _COLOURS["ink"]),
@@ -88,7 +89,7 @@ def _plot(name: str, title: str, figure: Figure) -> Plot:
     return Plot(name, title, svg)
 
 
-def _dots(axis: Axes, x: Sequence[Any], y: Sequence[float], colour: Any) -> None:
+def _dots(axis: Axes, x: Sequence[float], y: Sequence[float], colour: ColorType) -> None:
     """Draw all points; very many become one picture, so that the page stays small."""
     many = len(x) > _MOST_VECTORS
     axis.scatter(x, y, s=5 if many else 12, c=colour, alpha=0.45, linewidths=0, rasterized=many)

@@ -111,9 +111,9 @@ def _ranked(trials: Iterable[FrozenTrial], search: Search) -> list[FrozenTrial]:
 
 def _child(
     parents: Sequence[FrozenTrial],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     axes: Mapping[str, Axis],
-    **attributes: Any,
+    **attributes: object,
 ) -> FrozenTrial:
     return create_trial(
         state=TrialState.RUNNING,

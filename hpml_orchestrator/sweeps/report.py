@@ -14,10 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
 from hpml_orchestrator.sweeps import models, notices, statistics, trial, wording
 from hpml_orchestrator.sweeps.communication import communication
@@ -151,12 +151,12 @@ def _starts(row: Row) -> Iterable[Row]:
 
 def _mixed_order(plan: SweepPlan) -> bool:
     """Return whether the settings take turns; many different jobs do not (`expand`)."""
-    return plan.sweep.get("order") != "written" and (len(plan.blocks) > 1 or len(plan.shapes) <= 1)
+    return plan.spec.order != "written" and (len(plan.blocks) > 1 or len(plan.shapes) <= 1)
 
 
 def _in_blocks(plan: SweepPlan) -> bool:
     """Return whether the plan of a scaling sweep runs one repeat of all settings after another."""
-    interleaved = plan.sweep.get("order") == "interleaved" and _mixed_order(plan)
+    interleaved = plan.spec.order == "interleaved" and _mixed_order(plan)
     return interleaved and plan.mode in ("strong", "weak")
 
 
@@ -175,7 +175,7 @@ def _figure(plan: SweepPlan, rows: Sequence[Row], accuracy_name: str) -> Figure:
             name = "samples per second of the total time"
             return Figure("rate", name, "samples/s", maximize=True)
         return Figure("samples_per_second", "steady samples per second", "samples/s", maximize=True)
-    search = Search.model_validate(plan.sweep.get("search", {}))
+    search = plan.spec.search
     chosen = plan.mode in SEARCHES or search.metric != Search().metric or not complete
     if chosen or any(row.metric is not None for row in complete):
         maximize = search.direction == "maximize"
@@ -271,7 +271,7 @@ def _work(row: Row) -> float | None:
     """Return how many samples a run trained with; None if it did not report batch and steps."""
     if row.steps and row.batch_global:
         return row.steps * row.batch_global
-    images = row.result.get("train_images")
+    images = numbers(row.result).get("train_images")
     return images * row.epochs if images and row.epochs else None
 
 
@@ -451,23 +451,25 @@ def _costs(rows: Sequence[Row]) -> Costs:
     )
 
 
-def _provenance(plan: SweepPlan, rows: Sequence[Row]) -> dict[str, Any]:
+def _provenance(plan: SweepPlan, rows: Sequence[Row]) -> dict[str, object]:
     """Return where the figures come from; a list has one entry per value that occurred."""
     moments = [moment for row in rows for moment in (row.started, row.ended) if moment]
-    sweep = plan.sweep
-    facts: dict[str, Any] = {
+    sweep = plan.spec
+    facts: dict[str, object] = {
         "sweep": plan.id,
         "command": shlex.join(plan.argv),
-        "base job": sweep.get("base", ""),
+        "base job": sweep.base,
         "planned": clock_text(plan.created),
         "first start": clock_text(min(moments)) if moments else "",
         "last end": clock_text(max(moments)) if moments else "",
         "scheduler": f"{plan.backend} on {plan.host}" if plan.host else plan.backend,
         "site profile": plan.site,
-        "order of the runs": sweep.get("order", ""),
+        "order of the runs": sweep.order,
         "hpml": __version__,
         "notes": list(plan.notes),
-        "sweep file": {name: value for name, value in sweep.items() if value not in (None, {}, [])},
+        "sweep file": {
+            name: value for name, value in plan.sweep.items() if value not in (None, {}, [])
+        },
     }
     for name in ("code", "environment", "hardware", "device", "nodes", "binding"):
         facts[name] = sorted({text for row in rows if (text := getattr(row, name))})

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
     numbers,
 )
 from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
-from hpml_orchestrator.runs.request import recorded_job
+from hpml_orchestrator.runs.request import RecordedJob, recorded_job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt, Submission
@@ -38,6 +38,9 @@ TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 
 _RATE = "samples_per_second"  # programs that report their counters need not report it
 _EVALUATED = "accuracy of the last evaluation"
+
+
+Requeued: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,14 @@ class Row:
     allocated: float | None = None
     # Starts that were requeued within this one: `started`, `ended`, `nodes`, `reason`, `seconds`,
     # and `continued` if the next one continues their work. The hours include theirs.
-    requeued: Sequence[Mapping[str, Any]] = ()
+    requeued: Sequence[Requeued] = ()
     energy_kwh: float | None = None  # of the GPUs, if measured
     gpu_active: float | None = None  # mean share of the time in which the GPUs computed
     binding: str = ""  # its verdict in one line
     verified: bool | None = None  # whether all ranks were bound as planned
     oversubscribed: bool = False  # whether there were more ranks than cores of a machine
     device: str = ""  # what it computed on
-    result: Mapping[str, Any] = field(default_factory=dict)  # everything the training reported
+    result: Mapping[str, object] = field(default_factory=dict)  # everything the training reported
     code: str = ""  # commit, with `+dirty-<digest>` for uncommitted changes
     environment: str = ""  # digest of interpreter, modules and variables
     hardware: str = ""  # CPU and GPU models of the nodes
@@ -112,15 +115,14 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
 
     `key` has the numbers of the point and of the start.
     """
-    described = _described(replace(state.submission, index=None))
-    job, hours = described.pop("job"), None
+    shared, hours = _shared(replace(state.submission, index=None)), None
     try:
         summary, attempts = summarise(state), state.run.attempts()
-        placed = _placed(state, attempts[-1], shape) if attempts else {}
-        hours, life = hours_of(state, job, now=state.ended), read_life(state, summary)
+        hours, life = hours_of(state, shared.job, now=state.ended), read_life(state, summary)
+        placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
-        summary, attempts, placed, life = Summary(), [], {}, None
+        summary, attempts, placed, life = Summary(), [], _Placed(), None
     result = summary.result or _result_file(state)
     told = numbers(result)
     phases = {phase.name: phase.seconds for phase in summary.phases}
@@ -135,8 +137,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     cores = given.get("cpus") or shape.cores
     continued = _continued(life, requeued)
     earlier = math.fsum(start["seconds"] for start in continued)
-    for start in continued:
-        start["continued"] = True
+    requeued = [{**one, "continued": True} if one in continued else one for one in requeued]
     evaluations = _evaluations(attempts)
     name, accuracy = _accuracy(told, evaluations)
     # The script's own clock is finer than the scheduler's.
@@ -145,7 +146,8 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
     per_rank = whole.get("batch_size_per_rank")
     world = whole.get("world_size") or summary.world_size or None
-    row = Row(
+    energy_kwh, gpu_active = _monitored(summary, attempts[:-1])
+    return Row(
         *key,
         run=state.submission.label,
         job_id=state.job_id,
@@ -153,6 +155,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         reason=state.reason,
         over=True,
         attempts=len(attempts),
+        queued=shared.queued,
         started=state.started or (begun.time if begun else None),
         ended=state.ended,
         phases=phases,
@@ -179,14 +182,20 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         node_hours=hours.wall * shape.nodes,
         allocated=cores / shape.cores if "cpus" in given and shape.cores else None,
         requeued=requeued,
+        energy_kwh=energy_kwh,
+        gpu_active=gpu_active,
         device=str(result.get("device", "")),
         result=result,
         binding=summary.binding,
+        verified=placed.verified,
+        oversubscribed=placed.oversubscribed,
+        code=shared.code,
+        environment=shared.environment,
+        hardware=placed.hardware,
     )
-    return replace(row, **placed, **_monitored(summary, attempts[:-1]), **described)
 
 
-def _continued(life: Life | None, requeued: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued]:
     """Return the earlier starts whose work the last one continues, from a checkpoint.
 
     Those before an attempt that began from the start again are not among them.
@@ -199,15 +208,15 @@ def _continued(life: Life | None, requeued: Sequence[dict[str, Any]]) -> list[di
     return found
 
 
-def _result_file(state: State) -> dict[str, Any]:
+def _result_file(state: State) -> dict[str, object]:
     """Return `result.json` of a program that reports nothing through the channel."""
     with contextlib.suppress(NotFoundError, RecordError):
-        result: dict[str, Any] = read_json(state.run.directory / "result.json")
+        result = read_json(state.run.directory / "result.json")
         return {name: value for name, value in result.items() if name != "schema_version"}
     return {}
 
 
-def _requeued(attempt: Attempt) -> dict[str, Any]:
+def _requeued(attempt: Attempt) -> Requeued:
     """Return when and where a start ran that Slurm requeued."""
     begun, record = attempt.started, attempt.ended or {}
     moment = record.get("time") or attempt.last_written
@@ -271,8 +280,16 @@ def _accuracy(
     return name, told.get(name)
 
 
-def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
-    """Return the fields about the ranks' places: binding, CPUs and GPUs."""
+class _Placed(NamedTuple):
+    """The fields of a row about the ranks' places."""
+
+    verified: bool | None = None
+    oversubscribed: bool = False
+    hardware: str = ""
+
+
+def _placed(state: State, attempt: Attempt, shape: Shape) -> _Placed:
+    """Return binding, CPUs and GPUs of the ranks."""
     judged = [place.right for place in binding_of(state).places if place.right is not None]
     records = attempt.bindings()
     # By machine: the nodes of a development cluster share one.
@@ -287,11 +304,8 @@ def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
             parts += [counted(len(topology.gpus), "GPU")] if topology.gpus else []
             machines.add(", ".join(filter(None, parts)))
         oversubscribed = oversubscribed or 0 < cores < ranks[host]
-    return {
-        "verified": all(judged) if judged else None,
-        "oversubscribed": oversubscribed,
-        "hardware": "; ".join(sorted(machines)),
-    }
+    verified = all(judged) if judged else None
+    return _Placed(verified, oversubscribed, "; ".join(sorted(machines)))
 
 
 def _cpu_model(attempt: Attempt, node: str) -> str:
@@ -302,8 +316,8 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
     return ""
 
 
-def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
-    """Return energy of all attempts and activity of the last one's GPUs, if monitored."""
+def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> tuple[float | None, float | None]:
+    """Return energy (kWh) of all attempts and activity of the last one's GPUs, if monitored."""
     last = summary.monitor
     wholes = [last, *(aggregate_nodes(monitored_nodes(attempt)) for attempt in earlier)]
     figures = [gpu.figures for gpu in (last.gpus if last else ())]
@@ -311,19 +325,23 @@ def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
     joules = [gpu["energy_joules"] for gpu in every if "energy_joules" in gpu]
     active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
-    return {
-        "energy_kwh": math.fsum(joules) / JOULES_PER_KWH if joules else None,
-        "gpu_active": math.fsum(shares) / len(shares) if shares else None,
-    }
+    return (
+        math.fsum(joules) / JOULES_PER_KWH if joules else None,
+        math.fsum(shares) / len(shares) if shares else None,
+    )
 
 
-def _described(submission: Submission) -> dict[str, Any]:
-    """Return what all tasks of a submission share: its job, time, code and environment."""
-    return dict(_read_described(submission))
+class _Shared(NamedTuple):
+    """What all tasks of a submission share."""
+
+    job: RecordedJob
+    queued: float | None
+    code: str
+    environment: str
 
 
 @functools.lru_cache(maxsize=16)
-def _read_described(submission: Submission) -> dict[str, Any]:
+def _shared(submission: Submission) -> _Shared:
     record = submission.record()
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
@@ -332,12 +350,8 @@ def _read_described(submission: Submission) -> dict[str, Any]:
         digest = _digest("\n".join([diff, *git["untracked"]]))
         code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
-    return {
-        "job": recorded_job(submission),
-        "queued": submission.started_at(),
-        "code": code,
-        "environment": _digest(json.dumps(parts, sort_keys=True)),
-    }
+    digest = _digest(json.dumps(parts, sort_keys=True))
+    return _Shared(recorded_job(submission), submission.started_at(), code, digest)
 
 
 def _digest(text: str) -> str:

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.shell import ignores_arguments
@@ -140,7 +140,7 @@ def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
     return name, int(text), name in _GLOBAL_BATCH
 
 
-def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]:
+def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, object]]:
     """Return the fields of the job that give it the size of a scale.
 
     Raises:
@@ -173,7 +173,7 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
             f"does not fill whole nodes of {each} GPUs", f"use multiples of {each}, or fewer"
         )
     kind, _, _ = resources.gpus.rpartition(":")
-    fields: list[tuple[str, Any]] = [
+    fields: list[tuple[str, object]] = [
         ("resources.nodes", nodes),
         ("resources.gpus", f"{kind}:{here}" if kind else str(here)),
     ]
@@ -243,7 +243,9 @@ def base_batch(sweep: Sweep, base_ranks: int) -> int | None:
     return batch.size * (1 if _is_global(sweep, batch) else base_ranks)
 
 
-def batch_of(sweep: Sweep, ranks: int, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def batch_of(
+    sweep: Sweep, ranks: int, values: Mapping[str, object]
+) -> tuple[int | None, int | None]:
     """Return the batch of one rank and the global one; None if unknown.
 
     Raises:
@@ -296,12 +298,13 @@ def learning_rate_of(
     base: float | None,
     base_batch: int | None,
     batch: int | None,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
 ) -> float | None:
     """Return the optimiser's learning rate by the sweep's rule; None if the sweep sets none."""
     rule = sweep.learning_rate
     if rule is None or base is None:
         return None
-    rate = float(values.get(rule.argument, base))
+    given = values.get(rule.argument, base)
+    rate = float(given) if isinstance(given, (int, float, str)) else base
     growth = batch / base_batch if batch and base_batch else 1.0
     return rate * {"constant": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[rule.rule]

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -268,7 +267,7 @@ class Searcher:
         return self._trials()[-1]
 
 
-def _distribution(axis: Sequence[Any] | Range) -> Axis:
+def _distribution(axis: Sequence[bool | int | float | str] | Range) -> Axis:
     if not isinstance(axis, Range):
         return CategoricalDistribution(axis)
     with warnings.catch_warnings():

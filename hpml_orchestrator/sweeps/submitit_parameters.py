@@ -11,7 +11,7 @@ import getpass
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import (
@@ -69,6 +69,11 @@ _ALL_EVENTS = ["begin", "end", "fail", "requeue"]
 _NAME_CHARS = 64
 
 
+T = TypeVar("T")
+Parameters: TypeAlias = Mapping[str, Any]
+"""Parameters by name, with the values that the user gave."""
+
+
 class Prefixed(set[str]):
     """Names of parameters that users give with the prefix `hpml_` only.
 
@@ -83,7 +88,7 @@ class Prefixed(set[str]):
         return iter([", ".join(sorted(super().__iter__()))])
 
 
-def job_name(name: Any) -> str:
+def job_name(name: object) -> str:
     """Return hpml's name of a job, for any text that submitit calls it.
 
     >>> job_name("my_job"), job_name("a b/c: [1]"), job_name("//")
@@ -93,7 +98,7 @@ def job_name(name: Any) -> str:
     return plain[:_NAME_CHARS] or "submitit"
 
 
-def given_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def given_in(parameters: Parameters) -> dict[str, Any]:
     """Return the parameters that are set.
 
     Additional parameters that sbatch and hpml both have replace those; the others stay additional.
@@ -113,25 +118,28 @@ def given_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in every.items() if value is not None}
 
 
-def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(given: Parameters) -> dict[str, object]:
     """Return the fields of the job file that parameters set.
 
     Raises:
         InputError: a dependency cannot be understood.
     """
     names = [name for name in _FIELDS if name in given]
-    return {_FIELDS[name]: _AS_WRITTEN.get(name, copy.deepcopy)(given[name]) for name in names}
+    return {
+        _FIELDS[name]: _AS_WRITTEN[name](given[name])
+        if name in _AS_WRITTEN
+        else copy.deepcopy(given[name])
+        for name in names
+    }
 
 
-def derived_from(
-    given: Mapping[str, Any], resources: Resources
-) -> tuple[dict[str, Any], list[str]]:
+def derived_from(given: Parameters, resources: Resources) -> tuple[dict[str, object], list[str]]:
     """Return the fields that depend on the job's size, and the options of sbatch without a field.
 
     Raises:
         InputError: a value has the wrong form, or does not fit the job's size.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     options = {name: given[name] for name in _DIRECTIVES if name in given}
     options |= given["additional_parameters"]
     ranks, gpus, cpus = resources.ranks_per_node or 1, parse_gpus(resources.gpus), 0
@@ -171,7 +179,7 @@ def derived_from(
     return fields, [_directive(name, value) for name, value in options.items()]
 
 
-def _converted(given: Mapping[str, Any], name: str, convert: Callable[[Any], Any]) -> Any:
+def _converted(given: Parameters, name: str, convert: Callable[[Any], T]) -> T:
     try:
         return convert(given[name])
     except ValueError as error:
@@ -179,7 +187,7 @@ def _converted(given: Mapping[str, Any], name: str, convert: Callable[[Any], Any
         raise InputError(str(error), field=name, value=str(given[name]), hint=hint) from error
 
 
-def _directive(name: str, value: Any) -> str:
+def _directive(name: str, value: object) -> str:
     """Return an option of sbatch; True means one without a value, as in submitit."""
     option = f"--{name.replace('_', '-')}"
     return option if value is True else f"{option}={value}"
@@ -206,7 +214,7 @@ def _after(dependency: str) -> list[str]:
     return runs
 
 
-_AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
+_AS_WRITTEN: dict[str, Callable[[Any], object]] = {
     "name": job_name,
     "job_name": job_name,
     "after": lambda jobs: [_run_name(job) for job in ([jobs] if isinstance(jobs, str) else jobs)],

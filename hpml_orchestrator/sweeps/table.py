@@ -77,7 +77,7 @@ class Table:
     def read(self) -> None:
         """Read what was written since the last time."""
         self._read_rows()
-        state: Mapping[str, Any] = read_mark(self.directory / "state.json")
+        state = read_mark(self.directory / "state.json")
         if state:
             self.limits, self.asked = Limits(**state["limits"]), state["asked"]
             rows = [Row(**row) for row in state["active"]]
@@ -100,7 +100,7 @@ class Table:
                 row = Row(**json.loads(line))
                 self.finished[row.point, row.start] = row
 
-    def _state(self) -> Mapping[str, Any]:
+    def _state(self) -> Mapping[str, object]:
         active = [
             {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
             for row in self.active.values()
@@ -133,7 +133,8 @@ class Table:
 
     def retries(self) -> list[tuple[int, int]]:
         """Return the retries that are due: numbers of point and start."""
-        retry, resumed = self._plan.sweep["retry"], self.resumed()
+        retry = {str(state): times for state, times in self._plan.spec.retry.items()}
+        resumed = self.resumed()
         counts = Counter((row.point, row.state) for row in self.finished.values())
         last = {point: row for (point, _), row in sorted(self.finished.items())}
         due = []
@@ -184,7 +185,6 @@ class Table:
 def read_mark(path: Path) -> Mapping[str, Any]:
     """Read a record that may not exist; empty if it does not."""
     try:
-        record: Mapping[str, Any] = read_json(path)
+        return dict(read_json(path))
     except NotFoundError:
         return {}
-    return record

@@ -19,7 +19,7 @@ def aim_of(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
 
     That is the sweep file's, else the one for which the program measured its times.
     """
-    wanted: float | None = plan.sweep.get("target_accuracy")
+    wanted = plan.spec.target_accuracy
     told = {row.target_accuracy for row in rows if row.target_accuracy is not None}
     if wanted is not None and (wanted in told or any(row.evaluations for row in rows)):
         return wanted
@@ -46,7 +46,7 @@ def target_of(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target
     first = min((row.queued or row.started or plan.created for row in rows), default=plan.created)
     return Target(
         accuracy=aim,
-        beforehand=plan.sweep.get("target_accuracy") == aim and plan.created <= first,
+        beforehand=plan.spec.target_accuracy == aim and plan.created <= first,
         every_epochs=next((row.evaluation_every for row in known if row.evaluation_every), None),
         reached=sum(reached),
         unknown=len(tried) - len(known),

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
 from hpml_orchestrator.errors import counted
@@ -23,7 +23,7 @@ from hpml_orchestrator.runs.tuned import job_of_run, refuse_unchangeable
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.spec.values import format_time, parse_time
-from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan
+from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan, Trial
 from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments, check_base
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
 from hpml_orchestrator.sweeps.wording import accuracy_text
@@ -147,13 +147,13 @@ def make_trial(
             ),
         ),
         notes=tuple(f"changed: {one.reason}" for one in chosen.made),
-        trial={
-            "run": label,
-            "seconds": seconds,
-            "touches_accuracy": chosen.touches_accuracy,
-            "expected_seconds": _expected(facts, seconds),
-            "whole_seconds": facts.elapsed_seconds if facts.state == "COMPLETED" else None,
-        },
+        trial=Trial(
+            run=label,
+            seconds=seconds,
+            touches_accuracy=chosen.touches_accuracy,
+            expected_seconds=_expected(facts, seconds),
+            whole_seconds=facts.elapsed_seconds if facts.state == "COMPLETED" else None,
+        ),
     )
 
 
@@ -230,21 +230,27 @@ def _expected(facts: Facts, seconds: float) -> float | None:
 
 def summary_lines(plan: SweepPlan) -> list[str]:
     """Return what a trial will do and cost, for the question whether it may start."""
-    count, trial = plan.spec.count, plan.trial
+    count, trial = plan.spec.count, _trial(plan)
     runs = counted(plan.estimate.points, "run")
     how = "whole runs"
-    if trial["seconds"]:
-        how = f"each is stopped after {seconds_text(trial['seconds'])} of training"
+    if trial.seconds:
+        how = f"each is stopped after {seconds_text(trial.seconds)} of training"
     each = f"{count} of the job and {count} of the changed one"
     lines = [f"try      {runs} in turn: {each}"]
     lines += [f"         {note}" for note in plan.notes]
     lines.append(f"length   {how}")
-    nodes, expected = plan.shapes[0].nodes + plan.shapes[1].nodes, trial["expected_seconds"]
+    nodes, expected = plan.shapes[0].nodes + plan.shapes[1].nodes, trial.expected_seconds
     most = f"at most {plan.estimate.node_hours:.2g} node-hours, by their time limits"
     if expected is not None:
         hours = nodes * count * expected / 3600
-        most = f"about {hours:.2g} node-hours, by what {trial['run']} took; {most}"
+        most = f"about {hours:.2g} node-hours, by what {trial.run} took; {most}"
     return [*lines, f"cost     {most}"]
+
+
+def _trial(plan: SweepPlan) -> Trial:
+    if plan.trial is None:
+        raise ValueError(f"{plan.id} is not a trial")
+    return plan.trial
 
 
 def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
@@ -254,7 +260,7 @@ def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
     usable: dict[str, dict[int, Row]] = {name: {} for name in _NAMES}
     failed: dict[str, tuple[int, str]] = {}
     for number, row in last.items():
-        name = points[number].values[_AXIS]
+        name = str(points[number].values[_AXIS])
         if row.state in _USABLE and row.total_seconds:
             usable[name][points[number].repeat] = row
         elif row.over and row.state != "EXCLUDED":
@@ -290,7 +296,7 @@ _STOPPED = "stopped after"
 
 def stopped_reason(plan: SweepPlan) -> str:
     """Return why a run of a trial ended early."""
-    return f"{_STOPPED} {seconds_text(plan.trial['seconds'])} of training"
+    return f"{_STOPPED} {seconds_text(_trial(plan).seconds)} of training"
 
 
 def _medians(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, tuple[float, float]]]:
@@ -305,7 +311,7 @@ def _medians(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, tuple[floa
 
 def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
     """Return the answer of a trial: the speed in the first sentence, then what else changed."""
-    found, trial = outcome(plan, rows), plan.trial
+    found, trial = outcome(plan, rows), _trial(plan)
     lines = []
     if found.speedup is None:
         lines.append(
@@ -322,7 +328,7 @@ def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
     if found.unfinished and found.pairs:
         lines.append(f"{found.pairs} of {found.planned} pairs are done.")
     lines += _whole_run(found, trial)
-    if trial["touches_accuracy"] and found.pairs:
+    if trial.touches_accuracy and found.pairs:
         lines.append(_accuracy(found))
     return lines
 
@@ -356,7 +362,7 @@ def _waits(found: Outcome) -> str:
     return f", waiting for data {before:.0%} -> {after:.0%}"
 
 
-def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
+def _whole_run(found: Outcome, trial: Trial) -> Iterator[str]:
     """Yield the speed of a whole run, from that of shortened runs and the time before training."""
     if found.speedup is None:
         return
@@ -367,11 +373,11 @@ def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
     if found.whole or abs(after - before) < _SMALL_SECONDS:
         return
     text = f"Until the training begins it takes {before:.0f} -> {after:.0f} s"
-    took = trial["whole_seconds"]
+    took = trial.whole_seconds
     if took and took > before:
         share = took / (after + (took - before) / found.speedup.value) - 1
         word = "faster" if share >= 0 else "slower"
-        text += f", so all of {trial['run']} would be {abs(share):.0%} {word}"
+        text += f", so all of {trial.run} would be {abs(share):.0%} {word}"
     yield f"{text}."
 
 

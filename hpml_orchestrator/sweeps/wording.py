@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import jinja2
 
@@ -94,7 +93,7 @@ def axis_text(name: str) -> str:
     return name.removeprefix("--").removesuffix("=")
 
 
-def values_text(values: Mapping[str, Any]) -> str:
+def values_text(values: Mapping[str, object]) -> str:
     """Return the values of the axes in one line."""
     return ", ".join(f"{axis_text(name)}={value_text(value)}" for name, value in values.items())
 
@@ -185,7 +184,7 @@ def crossover_text(crossover: Crossover) -> str:
     return f"{number(crossover.mbit)} [{ends[0]}, {ends[1]}]"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return a value of an axis, or an accuracy, with four digits."""
     if value is None:
         return "-"

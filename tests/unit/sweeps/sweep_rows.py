@@ -20,10 +20,24 @@ IMAGES = 60_000
 
 def plan_of(mode: str, points: Sequence[Point], **fields: Any) -> SweepPlan:
     """A plan of these points, on a cluster."""
+    names = {name for point in points for name in point.values}
+    varied: dict[str, Any] = {
+        "axes": {
+            name: sorted({point.values[name] for point in points if name in point.values}, key=str)
+            for name in sorted(names)
+        }
+    }
+    if mode in ("strong", "weak"):
+        varied["scale"] = {"nodes": sorted({point.scale for point in points if point.scale})}
     usual = {
         "id": f"digits-{mode}-20260921-101500-abc123",
         "name": f"digits-{mode}",
-        "sweep": {"base": "/home/ada/digits.yaml", "mode": mode, "order": "interleaved"},
+        "sweep": {
+            "base": "/home/ada/digits.yaml",
+            "mode": mode,
+            "order": "interleaved",
+            **varied,
+        },
         "unit": "",
         "baseline": None,
     }

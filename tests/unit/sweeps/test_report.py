@@ -37,10 +37,15 @@ def silent(sweep: tuple[SweepPlan, list[Row]], **result: float) -> tuple[SweepPl
     return sweep[0], [replace(row, accuracy=None, metric=None, result=result) for row in sweep[1]]
 
 
+def with_fields(plan: SweepPlan, **fields: object) -> SweepPlan:
+    """The plan, with other fields in its sweep file."""
+    return replace(plan, sweep={**plan.sweep, **fields})
+
+
 def loss_of(sweep: tuple[SweepPlan, list[Row]]) -> tuple[SweepPlan, list[Row]]:
     """The sweep, where no run reported the loss that it minimises."""
-    wanted = {"search": {"metric": "loss", "direction": "minimize"}}
-    return replace(sweep[0], sweep={**sweep[0].sweep, **wanted}), silent(sweep)[1]
+    search = {"metric": "loss", "direction": "minimize"}
+    return with_fields(sweep[0], search=search), silent(sweep)[1]
 
 
 def below_zero(sweep: tuple[SweepPlan, list[Row]]) -> tuple[SweepPlan, list[Row]]:
@@ -50,8 +55,7 @@ def below_zero(sweep: tuple[SweepPlan, list[Row]]) -> tuple[SweepPlan, list[Row]
 
 def aimed(sweep: tuple[SweepPlan, list[Row]], accuracy: float) -> tuple[SweepPlan, list[Row]]:
     """The sweep, whose file names a target accuracy."""
-    file = {**sweep[0].sweep, "target_accuracy": accuracy}
-    return replace(sweep[0], sweep=file), sweep[1]
+    return with_fields(sweep[0], target_accuracy=accuracy), sweep[1]
 
 
 def seconds_at_2(*seconds: float, repeats: int = 6) -> tuple[SweepPlan, list[Row]]:
@@ -269,7 +273,7 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         (search, "The best of many trials is partly the luckiest"),
         (lambda: strong(AT_8, **LEFT_OUT), "6 points of the plan will not run. 8 is too many: 6"),
         (
-            lambda: (replace(scaling()[0], sweep={"mode": "strong", "order": "written"}), []),
+            lambda: (with_fields(scaling()[0], order="written"), []),
             "Order of the runs: The plan submits all runs of one setting before",
         ),
         (
@@ -412,8 +416,8 @@ def test_models_are_fitted_where_the_scales_allow() -> None:
 def test_a_search_ranks_complete_trials(direction: str, choose: Any) -> None:
     """Pruned and failed trials are counted, not ranked."""
     plan, rows = search(40)
-    sweep = {**plan.sweep, "search": {"metric": "metric", "direction": direction}}
-    report = build(replace(plan, sweep=sweep), rows)
+    search_by = {"metric": "metric", "direction": direction}
+    report = build(with_fields(plan, search=search_by), rows)
     complete = [row.metric or 0 for row in rows if row.state == "COMPLETED"]
     assert report.ranked[0].number == report.best
     assert report.ranked[0].figure

@@ -144,15 +144,15 @@ def worse_at_8(row: Any) -> Any:
 def test_a_comparison_says_what_is_distinguishable(
     before: dict[str, Any], after: dict[str, Any], sentence: str
 ) -> None:
-    """In all three forms; different code is named."""
+    """In all three forms; different code and scales are named."""
     reports = [build(*scaling(**fields)) for fields in (before, after)]
     comparison = compare(*reports)
     assert sentence in comparison.answer[0]
     assert sentence in shown(to_html(comparison))
     assert sentence in to_markdown(comparison)
     json.dumps(to_json(comparison), allow_nan=False)
-    changed_code = "change" in {**before, **after}
-    assert ("Different conditions" in [one.title for one in comparison.notices]) == changed_code
+    differs = bool({"change", "scales"} & {**before, **after}.keys())
+    assert ("Different conditions" in [one.title for one in comparison.notices]) == differs
     assert all(pair.before or pair.after for pair in comparison.pairs)
     assert ("scales" in after) == any(not pair.before for pair in comparison.pairs)
 

@@ -77,7 +77,8 @@ def test_both_jobs_run_in_turn_with_the_same_seeds(desk: Desk) -> None:
 def test_without_a_channel_runs_are_whole(desk: Desk) -> None:
     """Nobody knows when such a program trains, so its time limit stays, too."""
     planned = trial(desk.ran(JOB), channel=False, repeats=2)
-    assert planned.trial["seconds"] == 0
+    assert planned.trial is not None
+    assert planned.trial.seconds == 0
     assert planned.shapes[0].job["resources"]["time"] == "10-00:00:00"
     assert "4 runs" in (text := "\n".join(summary_lines(planned)))
     assert "about 4 node-hours" in text
@@ -178,8 +179,9 @@ def test_the_answer_is_one_sentence(
     found = rows(planned, tuple(gains), **options)
     lines = sentences(planned, found)
     assert lines[0].startswith(first), lines
+    assert planned.trial is not None
     for part in others:
-        assert part.format(run=planned.trial["run"]) in " ".join(lines), lines
+        assert part.format(run=planned.trial.run) in " ".join(lines), lines
     assert [*build(planned, found).answer] == lines
 
 
