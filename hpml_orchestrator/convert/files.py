@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
@@ -57,7 +57,7 @@ def read_script(path: Path) -> str:
         ) from None
 
 
-def job_text(job: dict[str, Any], comments: list[str]) -> str:
+def job_text(job: dict[str, object], comments: list[str]) -> str:
     """Return the text of a job file: shell lines as a block, lists of words on one line."""
     yaml = YAML()
     yaml.width = 96
@@ -68,7 +68,7 @@ def job_text(job: dict[str, Any], comments: list[str]) -> str:
     return "".join(f"# {comment}\n" for comment in comments) + stream.getvalue()
 
 
-def _styled(value: Any) -> Any:
+def _styled(value: object) -> object:
     if isinstance(value, dict):
         return {name: _styled(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, ImportReport
 from hpml_orchestrator.convert.values import has_hole, shown
@@ -61,7 +61,7 @@ class Launch:
     outer: dict[str, str] | None = None
     options: list[Option] = field(default_factory=list)
     mpi: str = ""
-    container: dict[str, Any] = field(default_factory=dict)
+    container: dict[str, object] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
     report: ImportReport = field(default_factory=ImportReport)

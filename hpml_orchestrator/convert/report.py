@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = ["ALL_GPUS", "HIDES_GPUS", "OUTPUT", "ImportNote", "ImportReport", "Kind"]
 
@@ -39,7 +39,7 @@ class ImportNote:
     why: str
     todo: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it as plain data."""
         return dataclasses.asdict(self)
 

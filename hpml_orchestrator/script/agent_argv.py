@@ -56,7 +56,7 @@ def bases_of(job: Job) -> list[str]:
     return [name for name in _BASES if name in used]
 
 
-def _json(fields: dict[str, Any]) -> str:
+def _json(fields: dict[str, object]) -> str:
     # Not escaped to ASCII: a path is bytes, which the node's locale may read differently.
     return json.dumps(fields, ensure_ascii=False)
 
@@ -68,7 +68,7 @@ def _changed(model: BaseModel, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != fields[name].default}
 
 
-def _bind(job: Job) -> dict[str, Any]:
+def _bind(job: Job) -> dict[str, object]:
     binding, resources, variables = job.binding, job.resources, set(job.environment.variables)
     flags = {
         "one_thread": not binding.hardware_threads,
@@ -85,7 +85,7 @@ def _bind(job: Job) -> dict[str, Any]:
     }
 
 
-def _site(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
+def _site(job: Job, site: ResolvedSite | None) -> dict[str, object]:
     """Return rates for several nodes only, and how to spread the start for arrays only."""
     if site is None or not job.stage:
         return {}
@@ -104,7 +104,7 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
     return fields
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: Stage) -> dict[str, object]:
     always = {name: getattr(stage, name) for name in ("name", "source", "target", "kind")}
     changed = _changed(stage, "keep", "distribution", "outside_links", "hash", "trust_mtime")
     return {**always, **changed}

@@ -55,7 +55,7 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
         name, _ = _split(option)
         field = _field_of(job, name, option)
         if name in rules and rules[name].forbid is not None and field:
-            given = option
+            given: object = option
             if field != "resources.extra":
                 given = job.resources.written(field.removeprefix("resources."))
             raise InputError(

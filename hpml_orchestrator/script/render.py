@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError
@@ -141,7 +141,7 @@ def render(
     return text
 
 
-def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, Any] | None:
+def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, object] | None:
     """Return the options for the nodes as JSON, and the directory's shell word; None if off."""
     own = job.checkpoint
     if not own.enabled:
@@ -182,7 +182,7 @@ def _in_code(path: str) -> template.Raw:
     return template.Raw(f"{_SUBMISSION}/{CODE_DIRECTORY}{rest}")
 
 
-def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
+def _places(job: Job, site: ResolvedSite | None) -> dict[str, object]:
     """Return where the nodes keep what is staged, and how they reach one another."""
     if site is None:
         return {"ram": None, "scratch": None, "interfaces": ""}
@@ -195,7 +195,7 @@ def _places(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
     }
 
 
-def _stage(stage: Stage, why: str) -> dict[str, Any]:
+def _stage(stage: Stage, why: str) -> dict[str, object]:
     bases = {"shm": template.Raw('"$hpml_shm"'), "local": template.Raw('"$hpml_local"')}
     return {
         "name": stage.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 
@@ -34,7 +34,7 @@ class Raw(str):
     __slots__ = ()
 
 
-def quote(value: Any) -> Raw:
+def quote(value: object) -> Raw:
     """Return a value as one shell word for exactly that text."""
     if isinstance(value, Raw):
         return value
@@ -46,7 +46,7 @@ def in_quotes(text: str) -> str:
     return re.sub(r'[\\"$`]', r"\\\g<0>", text)
 
 
-def directive(value: Any) -> Raw:
+def directive(value: object) -> Raw:
     """Return text that has no special character at all, as `#SBATCH` lines need it.
 
     Raises:
@@ -58,7 +58,7 @@ def directive(value: Any) -> Raw:
     return Raw(text)
 
 
-def word(value: Any) -> Raw:
+def word(value: object) -> Raw:
     """Return a value as one shell word; `{stage.NAME}`, `{env.HOME}` become variables.
 
     >>> word("--data={stage.digits}/train it")

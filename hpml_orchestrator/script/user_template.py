@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2 import nodes
@@ -102,7 +102,7 @@ class UserEnvironment(ScriptEnvironment):
         return self.parse(text, name, file), file or name
 
 
-def render_user_template(directory: str, name: str, context: Mapping[str, Any]) -> str:
+def render_user_template(directory: str, name: str, context: Mapping[str, object]) -> str:
     """Return the script that a user's templates make.
 
     Args:

@@ -9,10 +9,11 @@ import string
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tomlkit
 from pydantic import BaseModel, ValidationError
+from tomlkit.items import Array
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.records.texts import first_few, printable
@@ -117,7 +118,7 @@ def _remark(text: str) -> str:
 
 
 def _toml(
-    model: type[BaseModel], given: Mapping[str, Any], remarks: Mapping[str, str] | None = None
+    model: type[BaseModel], given: Mapping[str, object], remarks: Mapping[str, str] | None = None
 ) -> str:
     """Return settings of a section of the profile, without what is None or the section refuses."""
     known = {name: value for name, value in given.items() if value is not None}
@@ -130,7 +131,7 @@ def _toml(
     for name, value in known.items():
         if name not in refused:
             item = tomlkit.item(value)
-            if isinstance(value, list) and len(item.as_string()) > _WIDTH:
+            if isinstance(item, Array) and len(item.as_string()) > _WIDTH:
                 item.multiline(True)
             if remarks and name in remarks:
                 item.comment(remarks[name])

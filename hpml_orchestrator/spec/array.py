@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["ArraySpec", "parse_array", "row_covers_task"]
 
@@ -57,7 +56,7 @@ class ArraySpec:
         return ",".join("-".join(map(str, span)) for span in spans) + limit
 
 
-def parse_array(value: Any) -> ArraySpec:
+def parse_array(value: object) -> ArraySpec:
     """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, of 5, or of a list of numbers.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, field_validator
 
@@ -26,7 +26,7 @@ _THERE_ARE = "; there are {run.id}, {array.index}, and {run.dir} at the beginnin
 _UNSTOPPABLE = frozenset({"KILL", "STOP"})
 
 
-def _time_or(word: Literal["auto", "off"], value: Any) -> Any:
+def _time_or(word: Literal["auto", "off"], value: object) -> object:
     """Return a time as Slurm writes it, or the word for no time."""
     if isinstance(value, str) and value.strip().lower() == word:
         return word
@@ -39,13 +39,13 @@ def _time_or(word: Literal["auto", "off"], value: Any) -> Any:
         raise ValueError(f"must be `{word}`, or {limits.removeprefix('must be ')}") from None
 
 
-def _reasons(value: Any) -> Any:
+def _reasons(value: object) -> object:
     if isinstance(value, list):
         return list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else value
     raise ValueError(f"must be a list of {', '.join(REASONS)}; with [] a run saves and ends there")
 
 
-def _signal(value: Any) -> Any:
+def _signal(value: object) -> object:
     """Return the name of a signal without SIG."""
     if value is None:
         return None

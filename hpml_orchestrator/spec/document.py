@@ -34,7 +34,7 @@ _MAPPINGS = {
 
 def read_mapping(
     source: Path, kind: Literal["job file", "site profile", "sweep file"]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the fields of a file, not validated yet; `.toml` is read as TOML, all else as YAML.
 
     Raises:
@@ -173,7 +173,7 @@ def parse_toml(text: str, source: str) -> Any:
     return data
 
 
-def _check_size(data: Any, source: str) -> None:
+def _check_size(data: object, source: str) -> None:
     """Refuse data that is too deep, or too large once aliases are followed."""
     waiting, count = [(data, 1)], 0
     while waiting:

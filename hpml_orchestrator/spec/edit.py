@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -20,7 +19,7 @@ class CannotEditError(Exception):
     """The document is written in a way that this module cannot change."""
 
 
-def set_field(text: str, field: str, value: Any, *, comment: str = "") -> str:
+def set_field(text: str, field: str, value: object, *, comment: str = "") -> str:
     """Return the text of a document with another value of one field.
 
     Of a list, entries that stay the same are not touched. The caller has to read the result and
@@ -46,7 +45,7 @@ def _is_flow(node: Node | None) -> bool:
     return isinstance(node, CollectionNode) and bool(node.flow_style)
 
 
-def flow_text(value: Any) -> str:
+def flow_text(value: object) -> str:
     """Return a value on one line: `{name: digits, target: shm}`."""
     if isinstance(value, str):  # in a list, since a text such as `a{b}` needs quotes there only
         text = _dumped([value], flow=True).strip()[1:-1]
@@ -59,19 +58,19 @@ def flow_text(value: Any) -> str:
     return text if is_same else json.dumps(value, ensure_ascii=False)
 
 
-def _beside(value: Any, around: Node | None) -> str:
+def _beside(value: object, around: Node | None) -> str:
     """Return a value on one line, in an entry of what is around: fewer quotes than on one line."""
     if isinstance(value, str) and "\n" not in value and not _is_flow(around):
         return _dumped(value, flow=False).removesuffix("...\n").strip()
     return flow_text(value)
 
 
-def block_text(fields: dict[str, Any]) -> str:
+def block_text(fields: dict[str, object]) -> str:
     """Return a mapping as a document, in its order."""
     return _dumped(fields, flow=False)
 
 
-def _dumped(value: Any, *, flow: bool) -> str:
+def _dumped(value: object, *, flow: bool) -> str:
     writer, stream = YAML(typ="safe", pure=True), io.StringIO()
     writer.default_flow_style = flow
     writer.width = _WIDE
@@ -107,7 +106,7 @@ def _find(text: str, path: Sequence[str]) -> list[Node]:
     return nodes
 
 
-def _set(text: str, path: Sequence[str], value: Any) -> str:
+def _set(text: str, path: Sequence[str], value: object) -> str:
     nodes = _find(text, path)
     missing = path[len(nodes) - 1 :]
     here = nodes[-1]
@@ -129,7 +128,7 @@ def _set(text: str, path: Sequence[str], value: Any) -> str:
     return _replaced(text, path[: len(nodes) - 1], here, value, around)
 
 
-def _filled(text: str, around: Node, node: Node, value: Any) -> str:
+def _filled(text: str, around: Node, node: Node, value: object) -> str:
     """Return the text with a value for a key that has none: `stage:`."""
     if not isinstance(around, MappingNode):
         raise CannotEditError("an entry of a list is empty")
@@ -143,7 +142,9 @@ def _colon(text: str, around: MappingNode, node: Node) -> int:
     return text.index(":", key.end_mark.index) + 1
 
 
-def _replaced(text: str, path: Sequence[str], node: Node, value: Any, around: Node | None) -> str:
+def _replaced(
+    text: str, path: Sequence[str], node: Node, value: object, around: Node | None
+) -> str:
     """Return the text with another value in the place of a node, by its entries if they stay."""
     if isinstance(node, MappingNode) and isinstance(value, dict) and value and node.value:
         for key in [str(key.value) for key, _ in node.value]:
@@ -152,8 +153,8 @@ def _replaced(text: str, path: Sequence[str], node: Node, value: Any, around: No
         for key, inner in value.items():
             text = _set(text, [*path, key], inner)
         return text
-    is_longer = isinstance(value, list) and len(value) >= len(node.value or ()) > 0
-    if isinstance(node, SequenceNode) and is_longer:
+    is_list = isinstance(node, SequenceNode) and isinstance(value, list)
+    if is_list and isinstance(value, list) and len(value) >= len(node.value or ()) > 0:
         for index, inner in enumerate(value):
             text = _set(text, [*path, str(index)], inner)
         return text
@@ -162,7 +163,7 @@ def _replaced(text: str, path: Sequence[str], node: Node, value: Any, around: No
     return _over(text, node, value, around)
 
 
-def _over(text: str, node: Node, value: Any, around: Node | None) -> str:
+def _over(text: str, node: Node, value: object, around: Node | None) -> str:
     """Return the text with a value on one line in the place of all of a node."""
     start, end = node.start_mark.index, _end(text, node)
     if isinstance(around, MappingNode):
@@ -173,7 +174,7 @@ def _over(text: str, node: Node, value: Any, around: Node | None) -> str:
     return text[:start] + _beside(value, around) + text[end:]
 
 
-def _value_of(text: str, node: Node) -> tuple[Any, type]:
+def _value_of(text: str, node: Node) -> tuple[object, type]:
     """Return what a scalar is, and its type: `1` is not `true`, and not `1.0`."""
     written = text[node.start_mark.index : node.end_mark.index]
     try:

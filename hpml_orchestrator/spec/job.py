@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -111,7 +111,7 @@ class Resources(Model):
                 raise ValueError(f"--{name} {reason}")
         return value
 
-    def written(self, name: str) -> Any:
+    def written(self, name: str) -> object:
         """Return the value of a field as a job file has it."""
         return self.model_dump(include={name})[name]
 
@@ -258,7 +258,7 @@ _SHORT_FORMS: dict[str, tuple[type, str]] = {
 }
 
 
-def expand_shorthand(name: str, value: Any) -> Any:
+def expand_shorthand(name: str, value: object) -> object:
     """Expand a field's short form to a mapping; return any other value as it is.
 
     >>> expand_shorthand("binding", "numa"), expand_shorthand("name", "a")
@@ -296,7 +296,7 @@ class Job(Model):
     module: text.PlainWord | None = None
     """Python module to run, as in `python -m`."""
     command: Annotated[list[text.Argument] | None, Field(min_length=1, max_length=MAX_LIST)] = None
-    """Any program with its arguments."""
+    """object program with its arguments."""
     args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
     `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,
@@ -372,7 +372,7 @@ class Job(Model):
 
     @field_validator("launcher", mode="before")
     @classmethod
-    def _launcher(cls, value: Any) -> Any:
+    def _launcher(cls, value: object) -> object:
         hint = _OTHER_LAUNCHERS.get(value.lower()) if isinstance(value, str) else None
         if hint:
             raise ValueError(f"must be torchrun, srun, mpirun or horovodrun: {hint}")

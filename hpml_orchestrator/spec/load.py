@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,11 @@ class ResolvedJob:
 
 def load_job(
     path: str | Path,
-    settings: list[tuple[str, Any]] | None = None,
+    settings: list[tuple[str, object]] | None = None,
     site: ResolvedSite | None = None,
     points: Collection[str] = (),
     *,
-    fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, object] | None = None,
     arguments: Sequence[str] = (),
 ) -> ResolvedJob:
     """Load a job from a YAML 1.2 or TOML file.
@@ -98,8 +98,8 @@ def load_job(
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:
         value, field = expand_shorthand(name, written), name
-        if value is not written:  # a short form sets one inner field and keeps the others
-            ((inner, value),) = value.items()
+        if value is not written and isinstance(value, dict):
+            ((inner, value),) = value.items()  # a short form keeps the other inner fields
             field = f"{name}.{inner}"
         _set(data, field, value)
         kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
@@ -143,14 +143,15 @@ def load_job(
     return ResolvedJob(job, source, origins_of)
 
 
-def _refuse_unused(command: Any, workdir: Path, arguments: Sequence[str]) -> None:
+def _refuse_unused(command: object, workdir: Path, arguments: Sequence[str]) -> None:
     """Refuse arguments for a shell program that does not use them.
 
     Raises:
         InputError: `command` runs one.
     """
-    is_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    if is_words and ignores_arguments(command, str(workdir)):
+    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+        return
+    if ignores_arguments(command, str(workdir)):
         raise InputError(
             "the program does not receive them: `command` runs a shell that does not use them",
             field="arguments after --",
@@ -160,7 +161,7 @@ def _refuse_unused(command: Any, workdir: Path, arguments: Sequence[str]) -> Non
         )
 
 
-def read_fields(path: str | Path) -> dict[str, Any]:
+def read_fields(path: str | Path) -> dict[str, object]:
     """Return the fields of a job file, not validated yet.
 
     Raises:
@@ -174,7 +175,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     return fields
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, object]:
     """Return field and value of `resources.nodes=4`; the value is read as YAML.
 
     Raises:
@@ -188,7 +189,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return field, parse_yaml(value, f"--set {field}")
 
 
-def _set(data: dict[str, Any], field: str, value: Any) -> None:
+def _set(data: dict[str, object], field: str, value: object) -> None:
     """Put a value at a dotted place; mappings on the way that are missing or empty are made."""
     parts = field.split(".")
     here: Any = data
@@ -204,7 +205,7 @@ def _set(data: dict[str, Any], field: str, value: Any) -> None:
         here = here[key]
 
 
-def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
+def _index(entries: list[object], part: str, field: str, value: object) -> int:
     if part.isascii() and part.isdecimal() and len(part) <= _INDEX_DIGITS:
         index = int(part)
         if index < len(entries):
@@ -233,7 +234,7 @@ _WITH_PLACEHOLDERS = re.compile(r"(args|command|collect|environment\.variables)\
 _OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b")  # see the field
 
 
-def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iterator[InputError]:
+def _unknown_placeholders(data: dict[str, object], points: Collection[str]) -> Iterator[InputError]:
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
     names = [stage.get("name") for stage in _entries(data, "stage") if isinstance(stage, dict)]
     known = [*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)]
@@ -303,9 +304,9 @@ def _names_nothing(shown: str, meant: str) -> str:
     return f"{shown} names nothing; {advice}" if advice else f"{shown} names nothing"
 
 
-def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, field: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted name and value of each text in nested mappings and lists."""
-    items: Any = ()
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, (dict, list)):
@@ -314,7 +315,7 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
         yield from _texts(inner, f"{field}.{key}" if field else str(key))
 
 
-def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:
+def _wrong_targets(data: dict[str, object]) -> Iterator[InputError]:
     """Yield an error for each target of results with characters that would not be expanded."""
     for index, entry in enumerate(_entries(data, "collect")):
         target = entry.get("target") if isinstance(entry, dict) else None
@@ -326,7 +327,7 @@ def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:
             yield InputError(message, field=f"collect.{index}.target", value=target)
 
 
-def _entries(data: dict[str, Any], name: str) -> list[Any]:
+def _entries(data: dict[str, object], name: str) -> list[object]:
     """Return the entries of a list field; none if the value is not a list."""
     entries = data.get(name)
     return entries if isinstance(entries, list) else []
@@ -339,7 +340,9 @@ def _origin(given: dict[str, str], name: str) -> str:
     return strongest[0] if strongest else min(origins, default="default")
 
 
-def _drop_conflicting_defaults(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def _drop_conflicting_defaults(
+    defaults: dict[str, object], data: dict[str, object]
+) -> dict[str, object]:
     """Return the site's defaults without its venv for a job with conda, and the reverse."""
     chosen, below = data.get("environment"), defaults.get("environment")
     if not isinstance(chosen, dict) or not isinstance(below, dict):
@@ -353,16 +356,17 @@ def _drop_conflicting_defaults(defaults: dict[str, Any], data: dict[str, Any]) -
     return {**defaults, "environment": kept}
 
 
-def make_absolute(data: dict[str, Any], base: Path) -> None:
+def make_absolute(data: dict[str, object], base: Path) -> None:
     """Make the paths of a job's fields absolute, in place: the script against the workdir.
 
     The fields are not validated yet; what is not a path is left as it is.
     """
 
     def resolve(
-        owner: Any, name: str, root: str | Path = base, *, may_be_name: bool = False
+        fields: object, name: str, root: str | Path = base, *, may_be_name: bool = False
     ) -> None:
-        path = owner.get(name) if isinstance(owner, dict) else None
+        owner = fields if isinstance(fields, dict) else {}
+        path = owner.get(name)
         if not isinstance(path, str) or not path or "\0" in path or "://" in path:
             return
         if "/" in path or not may_be_name:
@@ -405,7 +409,7 @@ def field_value(document: object, field: str) -> object:
     return document
 
 
-def leaves(data: Any, prefix: str = "", *, empty: bool = True) -> list[str]:
+def leaves(data: object, prefix: str = "", *, empty: bool = True) -> list[str]:
     """Return the dotted names of all values; a list of plain values counts as one.
 
     Args:
@@ -416,7 +420,7 @@ def leaves(data: Any, prefix: str = "", *, empty: bool = True) -> list[str]:
     >>> leaves({"a": {"b": 1, "c": [2, 3]}, "d": {}}), leaves({"d": {}}, empty=False)
     (['a.b', 'a.c', 'd'], [])
     """
-    items: Any = ()
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(data, dict):
         if not data and not empty:
             return []
@@ -445,7 +449,9 @@ def overlaps(given: str, name: str) -> bool:
     return is_in(name, given) or is_in(given, name)
 
 
-def merged(below: dict[str, Any], above: dict[str, Any], *, whole: str = "") -> dict[str, Any]:
+def merged(
+    below: dict[str, object], above: dict[str, object], *, whole: str = ""
+) -> dict[str, object]:
     """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -120,7 +120,7 @@ def combined(problems: Sequence[InputError], hint: str) -> InputError:
     return result
 
 
-def _message(finding: ErrorDetails, value: Any) -> str:
+def _message(finding: ErrorDetails, value: object) -> str:
     """Return what would be right, in words that need no knowledge of Python or pydantic."""
     kind, context = finding["type"], finding.get("ctx") or {}
     message = _SHORT_FORMS.get(context.get("class_name", "")) or _MESSAGES.get(kind)
@@ -137,7 +137,7 @@ def _message(finding: ErrorDetails, value: Any) -> str:
     return message
 
 
-def _in_quotes(value: Any) -> str:
+def _in_quotes(value: object) -> str:
     """Return how to write what YAML did not read as text: `{stage.set}` is a mapping there."""
     if not isinstance(value, (dict, list)):
         return ": put it in quotes"
@@ -191,7 +191,7 @@ def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _dotted_names(inner, f"{prefix}{name}.")
 
 
-def _inner_model(annotation: Any) -> type[BaseModel] | None:
+def _inner_model(annotation: object) -> type[BaseModel] | None:
     """Return the model that a field, or each of its entries, is."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

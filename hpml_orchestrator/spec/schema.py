@@ -17,14 +17,14 @@ from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES, PER_JOB, Site
 __all__ = ["job_schema", "site_schema", "sweep_schema"]
 
 
-def job_schema() -> dict[str, Any]:
+def job_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a job file."""
     return _schema(Job, "hpml job file")
 
 
-def site_schema() -> dict[str, Any]:
+def site_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a site profile."""
-    schema, job_fields = _schema(Site, "hpml site profile"), job_schema()
+    schema, job_fields = _schema(Site, "hpml site profile"), _schema(Job, "hpml job file")
     schema["$defs"] |= job_fields["$defs"]
     fields = {
         name: field for name, field in job_fields["properties"].items() if name not in PER_JOB
@@ -37,7 +37,7 @@ def site_schema() -> dict[str, Any]:
     return schema
 
 
-def sweep_schema() -> dict[str, Any]:
+def sweep_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a sweep file."""
     return _schema(sweep.Sweep, "hpml sweep file")
 

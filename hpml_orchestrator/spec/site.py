@@ -52,13 +52,13 @@ PER_JOB = frozenset(
 """Fields of a job file that have no default in a site profile."""
 
 
-def _not_true(value: Any) -> Any:
+def _not_true(value: object) -> object:
     if value is True:  # equal to 1 in Python
         raise ValueError("must be 1")
     return value
 
 
-def _time_or_unlimited(value: Any) -> str:
+def _time_or_unlimited(value: object) -> str:
     if isinstance(value, str) and value.lower() in ("unlimited", "infinite", "none"):
         return "unlimited"
     return values.format_time(values.parse_time(value))
@@ -287,7 +287,7 @@ class Site(Model):
 
     @field_validator("defaults")
     @classmethod
-    def _job_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _job_fields(cls, value: dict[str, object]) -> dict[str, object]:
         for name in sorted(PER_JOB & set(value)):
             raise ValueError(f"{name} belongs to each job and has no default here: leave it out")
         return value
@@ -365,7 +365,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
         NotFoundError: the file does not exist.
         InputError: something in one is wrong; every finding is named with its field and file.
     """
-    data: dict[str, Any] = {}
+    data: dict[str, object] = {}
     origins: dict[str, Path] = {}
     for path in paths:
         fields = read_mapping(path, "site profile")
@@ -398,7 +398,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     return ResolvedSite(site, tuple(paths), origins)
 
 
-def _make_absolute(fields: dict[str, Any], base: Path) -> None:
+def _make_absolute(fields: dict[str, object], base: Path) -> None:
     """Make the paths of a profile absolute, in place, and spell out short forms in its defaults."""
     node_types = fields.get("node_types")
     kinds = node_types.values() if isinstance(node_types, dict) else []

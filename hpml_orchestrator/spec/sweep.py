@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -51,7 +51,7 @@ _Number = StrictInt | StrictFloat
 _Positive = Annotated[_Number, Field(gt=0)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if not isinstance(value, (bool, int, float, str)):
         raise ValueError("must be a number, a text, true or false")  # noqa: TRY004 - for pydantic
     return value
@@ -86,8 +86,8 @@ class Range(Model):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
-def _distinct(value: list[Any]) -> list[Any]:
-    known: set[Any] = set()
+def _distinct(value: list[object]) -> list[object]:
+    known: set[object] = set()
     for entry in value:
         if entry in known:
             raise ValueError(f"names {entry} twice")
@@ -216,7 +216,7 @@ class Sweep(Model):
     """Name of the sweep; default: that of the job and the mode."""
     base: text.PathText
     """The job file of every point, relative to this file."""
-    set: dict[str, Any] = Field(default={})
+    set: dict[str, object] = Field(default={})
     """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""
     mode: Literal["strong", "weak", "grid", "random", "bayes", "evolution", "pbt"]
     """`strong`: more resources, the same global batch. `weak`: the batch grows with them. `grid`:
@@ -243,7 +243,7 @@ class Sweep(Model):
     order: Literal["interleaved", "random", "written"] = "interleaved"
     """`interleaved`: the repeats run in turn, each in its own order;
     `random`: all mixed; `written`: as in this file."""
-    exclude: list[Annotated[dict[str, Any], Field(min_length=1)]] = Field(default=[])
+    exclude: list[Annotated[dict[str, object], Field(min_length=1)]] = Field(default=[])
     """Combinations to leave out: `{ranks: 4, --lr: [0.1, 0.2]}`."""
     retry: dict[
         Literal["FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"],
@@ -257,7 +257,7 @@ class Sweep(Model):
 
     @field_validator("version", mode="before")
     @classmethod
-    def _version(cls, value: Any) -> Any:
+    def _version(cls, value: object) -> object:
         if value != FILE_VERSION:
             raise ValueError(
                 f"must be {FILE_VERSION}, the form of sweep file that this hpml reads: "
@@ -267,7 +267,7 @@ class Sweep(Model):
 
     @field_validator("retry", mode="before")
     @classmethod
-    def _retry(cls, value: Any) -> Any:
+    def _retry(cls, value: object) -> object:
         usual = {"PREEMPTED": 2, "NODE_FAIL": 2, "BOOT_FAIL": 2}
         return usual | value if isinstance(value, dict) else value
 
@@ -324,7 +324,7 @@ def load_sweep(path: str | Path) -> Sweep:
     return make_sweep(read_mapping(source, "sweep file"), source)
 
 
-def make_sweep(data: dict[str, Any], source: Path, *, where: str = "") -> Sweep:
+def make_sweep(data: dict[str, object], source: Path, *, where: str = "") -> Sweep:
     """Return the sweep of a mapping of fields: paths start at `source`, errors name `where`."""
     base = data.get("base")
     if isinstance(base, str) and base:

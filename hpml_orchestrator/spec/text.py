@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -183,7 +183,7 @@ def _at_most(limit: int, advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _as_written(value: Any) -> Any:
+def _as_written(value: object) -> object:
     """Return numbers as they are written; booleans would lose their spelling."""
     if isinstance(value, bool):
         raise ValueError("is a boolean: put it in quotes, as the program should receive it")  # noqa: TRY004

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = [
     "MIB",
@@ -117,7 +116,7 @@ def read_span(text: str) -> float | None:
     return sum(float(number) * _SPAN_SECONDS[unit] for number, unit in parts)
 
 
-def parse_time(value: str | int) -> int:
+def parse_time(value: object) -> int:
     """Return the seconds of a time limit, `2h` or in one of Slurm's forms: `30` is `30:00`.
 
     Raises:
@@ -196,7 +195,7 @@ def _written_bytes(value: object) -> int:
     return int(match[1]) * int(1024 ** _POWERS[(match[2] or "M").upper()])
 
 
-def parse_bytes(value: str | int) -> int:
+def parse_bytes(value: object) -> int:
     """Return bytes of a size in Slurm's form: a number of MiB, or with K, M, G or T.
 
     Raises:
@@ -223,7 +222,7 @@ def parse_mebibytes(text: str) -> int:
     return -(-_written_bytes(text) // MIB)
 
 
-def parse_size_mib(value: Any) -> int:
+def parse_size_mib(value: object) -> int:
     """Return whole MiB of a size that a user wrote, rounded up.
 
     Raises:
@@ -326,7 +325,7 @@ class Gpus:
         return ",".join(f"{kind}:{number}" if kind else str(number) for kind, number in self.kinds)
 
 
-def parse_gpus(value: Any) -> Gpus:
+def parse_gpus(value: object) -> Gpus:
     """Return the GPUs of a node from `4`, `a100:4`, `1g.10gb:2`, or a list of such.
 
     Raises:

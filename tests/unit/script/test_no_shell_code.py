@@ -116,7 +116,7 @@ def test_a_variable_that_is_not_set_ends_the_job(sandbox: Sandbox, place: str) -
     assert not (sandbox.root / "record.json").exists()
 
 
-SCHEMA = job_schema()
+SCHEMA: Any = job_schema()
 REQUIRED: dict[str, dict[str, Any]] = {
     "Stage": {"name": "data", "source": "/nowhere"},
     "Mail": {"to": "me"},
