@@ -75,14 +75,11 @@ class Job:
 
     @classmethod
     def from_file(cls, path: str | Path, settings: Mapping[str, object] | None = None) -> Job:
-        """Return the job of a job file; the file is read once.
+        """Return the job of a job file, which must exist; it is read once.
 
         Args:
             path: a YAML or TOML file; relative paths in it start at its directory.
             settings: fields to change and their values, such as `{"resources.nodes": 4}`.
-
-        Raises:
-            NotFoundError: the file does not exist.
         """
         _expect(isinstance(path, str | Path), "path", path, "the path of a job file")
         right = 'a dictionary such as {"resources.nodes": 4}'
@@ -203,8 +200,8 @@ class Run:
     def events(self) -> list[dict[str, object]]:
         """Return the events of all attempts, in the order of their time.
 
-        Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (None
-        if the event is not about a rank) and the data of the event by name.
+        Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (or
+        None) and the data of the event by name.
         """
         rows = []
         for attempt in self._state_of_one("events").run.attempts():
@@ -313,8 +310,7 @@ def sweep_report(word: str = "last", *, records: str | Path | None = None) -> Sw
         records: as for `list_runs`.
 
     Raises:
-        NotFoundError: no sweep has that name.
-        InputError: the word names several, or a package of the extra `sweep` is missing.
+        InputError: a package of the extra `sweep` is missing, or the word names several sweeps.
     """
     _expect(isinstance(word, str), "word", word, "a text: a sweep's id or `last`")
     check_extra()
