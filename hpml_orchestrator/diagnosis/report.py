@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 
@@ -39,10 +40,9 @@ class Report(Page):
         self.headline: str = diagnosis.headline
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[dict[str, object]]:
         """One dictionary per finding, as in `hpml report --json`."""
-        found: list[dict[str, Any]] = self.to_dict()["findings"]
-        return found
+        return [asdict(finding) for finding in self._diagnosis.findings]
 
     def __str__(self) -> str:
         return text(self._diagnosis)
@@ -51,7 +51,7 @@ class Report(Page):
         """Return the text of `hpml report --markdown`."""
         return markdown(self._diagnosis)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the whole report, with the facts that it is based on."""
         return to_json(self._diagnosis)
 
