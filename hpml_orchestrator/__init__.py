@@ -8,8 +8,7 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hpml_orchestrator.api.job import Job, run, submit
-    from hpml_orchestrator.api.runs import Report, Run, list_runs
+    from hpml_orchestrator.api.runs import Job, Report, Run, list_runs, run, submit, sweep_report
     from hpml_orchestrator.errors import (
         HpmlError,
         InputError,
@@ -37,17 +36,12 @@ __all__ = [
     "list_runs",
     "run",
     "submit",
+    "sweep_report",
 ]
 
-_MODULES = {
-    "Job": "api.job",
-    "Report": "api.runs",
-    "Run": "api.runs",
-    "list_runs": "api.runs",
-    "run": "api.job",
-    "submit": "api.job",
-}
-"""Where each name is defined; the errors are in `errors`."""
+
+_API = frozenset({"Job", "Report", "Run", "list_runs", "run", "submit", "sweep_report"})
+"""The names that `api/runs.py` defines; the errors are in `errors.py`."""
 
 
 def __getattr__(name: str) -> object:
@@ -55,7 +49,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415 - few users of the package need it
 
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    module = "api.runs" if name in _API else "errors"
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,63 +1,107 @@
-"""Runs on record: their state, output, results, events and report."""
+"""Jobs, their submission, and runs on record: state, output, results, events and reports."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.api.reporting import diagnose_run
+from hpml_orchestrator.check.changes import diagnose_run
+from hpml_orchestrator.check.submission import submit_checked
 from hpml_orchestrator.diagnosis.report import Report
-from hpml_orchestrator.errors import (
-    InputError,
-    NotFoundError,
-    SchedulerUnavailable,
-    WaitTimeoutError,
-)
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
 from hpml_orchestrator.records.store import Submission, open_store
-from hpml_orchestrator.runs.cancel import NOT_CANCELLED
-from hpml_orchestrator.runs.cancel import cancel as cancel_runs
+from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.dashboard import state_json
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
-from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.reporting.description import describe
-from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.prepare import render_job
+from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select
-from hpml_orchestrator.runs.status import state_of
+from hpml_orchestrator.runs.status import State, state_of
+from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.ages import parse_since
+from hpml_orchestrator.spec.load import ResolvedJob, load_job, read_fields
+from hpml_orchestrator.sweeps.plan import check_extra, resolve
 
 if TYPE_CHECKING:
-    from datetime import datetime
+    from hpml_orchestrator.sweeps.reporting import SweepReport
 
-    from hpml_orchestrator.runs.state import State
-
-__all__ = ["Report", "Run", "expect", "expect_seconds", "list_runs"]
+__all__ = ["Job", "Report", "Run", "list_runs", "run", "submit", "sweep_report"]
 
 _log = logging.getLogger("hpml_orchestrator")
 
 
-def expect(valid: bool, field: str, value: object, right: str) -> None:
-    """Refuse an argument that is not valid.
-
-    Raises:
-        InputError: names the argument, its value and what would be right.
-    """
+def _expect(valid: bool, field: str, value: object, right: str) -> None:
+    """Refuse an argument that is not valid; the error names it, its value and what is right."""
     if not valid:
         raise InputError(f"must be {right}", field=field, value=value)
 
 
-def expect_seconds(timeout: float | None) -> None:
-    """Refuse a timeout that is not a number of seconds."""
+def _seconds(timeout: float | None) -> float:
+    """Return a timeout, infinite for None; refuse what is not a number of seconds."""
     valid = timeout is None or (isinstance(timeout, int | float) and timeout >= 0)
-    expect(valid, "timeout", timeout, "a number of seconds from 0 on, or None")
+    _expect(valid, "timeout", timeout, "a number of seconds from 0 on, or None")
+    return float("inf") if timeout is None else timeout
+
+
+class Job:
+    """A job to submit, validated as a job file is.
+
+    The fields are those of a job file. Relative paths start at the current directory.
+
+    Attributes:
+        name: of the job.
+        source: the job file, or a path in the current directory that does not exist.
+        resolve: returns the complete job, with the fields of the site profile `site`.
+
+    Raises:
+        InputError: a field is wrong; the message names every one.
+
+    >>> from hpml_orchestrator import Job
+    >>> Job(name="fit", command=["true"], resources={"nodes": 2, "time": "10m"})
+    Job('fit')
+    """
+
+    def __init__(self, **fields: object) -> None:
+        self._set(partial(load_job, Path.cwd() / "Job(…)", fields=fields))  # as if in a file
+
+    @classmethod
+    def from_file(cls, path: str | Path, settings: Mapping[str, object] | None = None) -> Job:
+        """Return the job of a job file, which must exist; it is read once.
+
+        Args:
+            path: a YAML or TOML file; relative paths in it start at its directory.
+            settings: fields to change and their values, such as `{"resources.nodes": 4}`.
+        """
+        _expect(isinstance(path, str | Path), "path", path, "the path of a job file")
+        right = 'a dictionary such as {"resources.nodes": 4}'
+        _expect(isinstance(settings or {}, Mapping), "settings", settings, right)
+        source, job = Path(path).expanduser().absolute(), cls.__new__(cls)
+        changes = [*(settings or {}).items()]
+        cls._set(job, partial(load_job, source, changes, fields=read_fields(source)))
+        return job
+
+    def _set(self, resolve: partial[ResolvedJob]) -> None:
+        resolved, self.resolve = resolve(), resolve
+        self.source, self.name = resolved.source, resolved.job.name
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r})"
 
 
 class Run:
     """A run on record: a job, a job array or one of its tasks.
+
+    Each method raises a RecordError if the record cannot be read. `logs`, `results`, `events` and
+    `report` raise an InputError for a job array: choose one of its `tasks()`.
 
     Args:
         word: what names it for `hpml show`: its id, the name of its job, a job id, or `last`; or
@@ -68,49 +112,40 @@ class Run:
         id: the run's id; of a task of an array with its index.
 
     Raises:
-        NotFoundError: no run has that name.
+        NotFoundError: no run has that name, or the directory does not exist.
         InputError: the word names several runs.
     """
 
     def __init__(
         self, word: str | Submission = "last", *, records: str | Path | None = None
     ) -> None:
-        self._store = open_store(records)
+        self._store = open_store(records, must_exist=True)
         if not isinstance(word, Submission):
             right = "a text: a run's id, the name of its job, a job id or `last`"
-            expect(isinstance(word, str), "word", word, right)
+            _expect(isinstance(word, str), "word", word, right)
             word = self._store.resolve(word)
         self._submission = word
-        self.id = self._submission.label
+        self.id = word.label
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
 
     def _repr_html_(self) -> str:
         """Return the lines of `hpml show` as a table; a notebook displays it."""
-        state = self._state()
-        return summary_html(state, None if state.tasks else read_life(state))
+        return summary_html(state_of(self._store, self._submission))
 
-    def _state(self, has: str = "") -> State:
-        """Return the state; `has`: names what only a task has."""
-        submission = self._submission
-        if has:
-            submission = one_run(submission, field="Run", has=has, choose="choose one of `tasks()`")
-        return state_of(self._store, submission)
+    def _state_of_one(self, has: str) -> State:
+        """Return the state of a single run; `has` names what an array as a whole does not have."""
+        choose = "choose one of `tasks()`"
+        return state_of(self._store, one_run(self._submission, field="Run", has=has, choose=choose))
 
     def state(self) -> str:
-        """Return its state now, such as PENDING, RUNNING, COMPLETED or FAILED.
+        """Return its state, such as RUNNING or FAILED; UNKNOWN if the scheduler does not answer."""
+        return state_of(self._store, self._submission).state
 
-        The state is UNKNOWN if the scheduler does not answer.
-
-        Raises:
-            RecordError: its record cannot be read; the same holds for the other methods.
-        """
-        return self._state().state
-
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, object]:
         """Return job id, state, reason, nodes, times (seconds since the epoch) and directories."""
-        return state_json(self._state())
+        return state_json(state_of(self._store, self._submission))
 
     def wait(self, timeout: float | None = None, *, must_complete: bool = True) -> str:
         """Wait until the run has ended, and return its state.
@@ -123,11 +158,10 @@ class Run:
             JobFailedError: it did not complete; the error's `run` is the id.
             WaitTimeoutError: it has not ended in time; it continues.
         """
-        expect_seconds(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + _seconds(timeout)
 
         def refuse_late(state: State) -> None:
-            if deadline is not None and not state.over and time.monotonic() >= deadline:
+            if not state.over and time.monotonic() >= deadline:
                 hint = f"it continues; `cancel()` or `hpml cancel {self.id}` cancels it"
                 raise WaitTimeoutError(f"{self.id} is {state.state} after {timeout:g} s", hint=hint)
 
@@ -140,68 +174,104 @@ class Run:
         """Cancel the job, and return what was done; a run that has ended stays as it is.
 
         Raises:
-            SchedulerUnavailable: it was not cancelled, because it is still being submitted, or the
-                scheduler does not answer.
+            SchedulerUnavailable: it is still being submitted, or the scheduler does not answer.
         """
-        outcomes = cancel_runs(self._store, [self._submission], notice=_log.info)
-        outcome = outcomes[0]["outcome"]
+        outcome = cancel(self._store, [self._submission], notice=_log.info)[0]["outcome"]
         if outcome.startswith(NOT_CANCELLED):
             raise SchedulerUnavailable(f"{self.id}: {outcome}", hint="cancel it again")
         return outcome
 
     def tasks(self) -> list[Run]:
         """Return the tasks of a job array, by index; for a single job only the run itself."""
-        if self._submission.index is not None or not self._submission.is_array():
+        if not self._submission.is_array():
             return [self]
         tasks = [replace(self._submission, index=index) for index, _ in self._submission.runs()]
         return [Run(task, records=self._store.root) for task in tasks]
 
     def logs(self, lines: int = 0) -> str:
-        """Return the output so far; bytes that are not UTF-8 become U+FFFD.
+        """Return the output so far, or only its last `lines`; what is not UTF-8 becomes U+FFFD."""
+        _expect(isinstance(lines, int) and lines >= 0, "lines", lines, "a number of lines")
+        return read_output(self._state_of_one("output").run, lines)
 
-        Args:
-            lines: only that many lines at the end; 0: all.
+    def results(self) -> dict[str, object]:
+        """Return what the last attempt reported: its `result.json` and the channel's results."""
+        return last_result(self._state_of_one("results"))
 
-        Raises:
-            InputError: it is a job array; choose one of `tasks()`.
-        """
-        expect(isinstance(lines, int) and lines >= 0, "lines", lines, "a number of lines")
-        return read_output(self._state("output").run, lines)
-
-    def results(self) -> dict[str, Any]:
-        """Return what the training reported: its `result.json` and the results of the channel.
-
-        Raises:
-            InputError: it is a job array; choose one of `tasks()`.
-        """
-        state = self._state("results")
-        return describe(state, summarise(state)).result
-
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, object]]:
         """Return the events of all attempts, in the order of their time.
 
-        Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (None
-        if the event is not about a rank) and the data of the event by name.
-
-        Raises:
-            InputError: it is a job array; choose one of `tasks()`.
+        Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (or
+        None) and the data of the event by name.
         """
         rows = []
-        for attempt in self._state("events").run.attempts():
+        for attempt in self._state_of_one("events").run.attempts():
             for event in sorted(attempt.events(), key=lambda event: event.time):
                 own = {name: value for name, value in vars(event).items() if name != "data"}
                 rows.append({**event.data, "attempt": attempt.number, **own})
         return rows
 
     def report(self) -> Report:
-        """Return why it is slow, and what to change, from its records.
+        """Return why it is slow, and what to change; a NotFoundError if it has not started."""
+        state, site = self._state_of_one("report"), os.environ.get("HPML_SITE", "")
+        return Report(diagnose_run(state, site=site, notice=_log.warning))
 
-        Raises:
-            NotFoundError: it has not started.
-            InputError: it is a job array; choose one of `tasks()`.
-        """
-        state, site = self._state("report"), os.environ.get("HPML_SITE", "")
-        return Report(diagnose_run(self._store, state, site=site, notice=_log.warning))
+
+def submit(
+    job: Job | str | Path,
+    *,
+    site: str | Path = "",
+    local: bool = False,
+    check: bool = True,
+    records: str | Path | None = None,
+) -> Run:
+    """Submit a job as `hpml submit` does, and return its run once the scheduler has accepted it.
+
+    Args:
+        job: the job, or the path of its job file.
+        site: the only site profile to use, or `none`; default: as `hpml` finds profiles.
+        local: whether to run it on this machine; default: on Slurm if `sbatch` is on PATH.
+        check: whether to check the job first, as `hpml check` does.
+        records: directory of the records; default: `HPML_HOME`.
+
+    Raises:
+        InputError: the job is wrong, or the cluster would not run it.
+        SchedulerError: the scheduler refused it; no job exists.
+        SchedulerUnavailable: the scheduler did not answer, so a job may exist: do not submit it
+            again. `list_runs` finds it, `hpml submit --resume` completes its submission.
+        RecordError: the records cannot be written.
+    """
+    if not isinstance(job, Job):
+        _expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
+        job = Job.from_file(job)
+    for name, value in (("local", local), ("check", check)):
+        _expect(isinstance(value, bool), name, value, "True or False")
+    store, backend = open_store(records), choose("local" if local else "auto")
+    chosen = str(site) or os.environ.get("HPML_SITE", "")
+    profile = site_for(job.source, os.environ, chosen=chosen, backend=backend)
+    rendered = render_job(job.resolve(site=profile), site=profile, here=backend == "local")
+    submission = submit_checked(store, rendered, backend, checked=check, notice=_log.warning)
+    return Run(submission, records=store.root)
+
+
+def run(
+    job: Job | str | Path,
+    *,
+    site: str | Path = "",
+    local: bool = False,
+    check: bool = True,
+    records: str | Path | None = None,
+    timeout: float | None = None,
+) -> Run:
+    """Submit a job as `submit` does, wait until it has ended as `Run.wait` does, return its run.
+
+    Raises:
+        JobFailedError: it ended in another state than COMPLETED; the error's `run` is its id.
+        WaitTimeoutError: it has not ended after `timeout` seconds; it continues.
+    """
+    _seconds(timeout)  # before there is a job
+    submitted = submit(job, site=site, local=local, check=check, records=records)
+    submitted.wait(timeout)
+    return submitted
 
 
 def list_runs(
@@ -212,33 +282,39 @@ def list_runs(
     limit: int | None = None,
     records: str | Path | None = None,
 ) -> list[Run]:
-    """Return runs, newest first, filtered as by `hpml list`.
+    """Return runs, newest first, filtered as by `hpml list`; a wrong filter is an InputError.
 
     Args:
         state: only runs in these states, separated by commas, such as `failed,timeout`.
-        since: only runs submitted since then: an age such as `3d`, a date such as `2026-11-20`, or
-            a datetime.
+        since: only runs submitted since then: `3d`, a date such as `2026-11-20`, or a datetime.
         name: a name, or a pattern such as `digits-*`.
         limit: number of runs; None: all.
-        records: directory of the records; default: `HPML_HOME`.
+        records: directory of the records, which must exist; default: `HPML_HOME`.
+    """
+    _expect(isinstance(name, str), "name", name, "a name or a pattern")
+    _expect(isinstance(state, str), "state", state, "a text such as `failed,timeout`")
+    valid = limit is None or (isinstance(limit, int) and limit >= 0)
+    _expect(valid, "limit", limit, "a number of runs, or None")
+    store = open_store(records, must_exist=True)
+    moment = None if since is None else parse_since(since, field="since", now=time.time())
+    states = parse_states(state, field="state") if state else ()
+    found = select(store, name=name, since=moment, in_states=states, limit=limit)
+    return [Run(one.submission, records=store.root) for one in found]
+
+
+def sweep_report(word: str = "last", *, records: str | Path | None = None) -> SweepReport:
+    """Return the report of a sweep; of an unfinished one it has what is known so far.
+
+    Args:
+        word: the sweep's id, a unique beginning or end of it, or `last`.
+        records: as for `list_runs`.
 
     Raises:
-        InputError: a filter is wrong.
-        NotFoundError: the directory of the records does not exist.
+        InputError: a package of the extra `sweep` is missing, or the word names several sweeps.
     """
-    store = open_store(records)
-    if records is not None and not store.root.is_dir():
-        hint = "the first run with these records creates it"
-        raise NotFoundError(f"no such directory of records: {store.root}", hint=hint)
-    expect(isinstance(name, str), "name", name, "a name or a pattern")
-    expect(isinstance(state, str), "state", state, "a text such as `failed,timeout`")
-    valid = limit is None or (isinstance(limit, int) and limit >= 0)
-    expect(valid, "limit", limit, "a number of runs, or None")
-    found = select(
-        store,
-        name=name,
-        since=None if since is None else parse_since(since, field="since", now=time.time()),
-        in_states=parse_states(state, field="state") if state else (),
-        limit=limit,
-    )
-    return [Run(one.submission, records=store.root) for one in found]
+    _expect(isinstance(word, str), "word", word, "a text: a sweep's id or `last`")
+    check_extra()
+    from hpml_orchestrator.sweeps.reporting import read_report  # noqa: PLC0415 - loads matplotlib
+
+    store = open_store(records, must_exist=True)
+    return read_report(store, resolve(store, word))

@@ -1,4 +1,4 @@
-"""The facts of a report: what a run did, and the limits of a changed job."""
+"""The diagnosis of a run: the facts of what it did, and the limits of a changed job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.bench.results import peaks_of_run
 from hpml_orchestrator.check.stages import check_stages
+from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
 from hpml_orchestrator.errors import HpmlError, NotFoundError
@@ -16,16 +18,17 @@ from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
+from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.values import MIB
 from hpml_orchestrator.staging.request import SUFFIXES, kind_at
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.diagnosis.model import Facts
+    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["data_argument", "facts_for_report", "with_limits"]
+__all__ = ["data_argument", "diagnose_run", "with_limits"]
 
 _DATA = re.compile(r"data\w*|train\w*|imagenet\w*|root|inputs?|images?")
 _NOT_DATA = re.compile(
@@ -41,18 +44,18 @@ _WALK_SECONDS = 1.0
 _RESERVED = 0.1  # of a node's memory: the scheduler keeps a part for the system
 
 
-def facts_for_report(
+def diagnose_run(
     state: State,
-    site: Site | None,
     *,
+    site: str,
     notice: Callable[[str], None],
     prometheus: Prometheus | None = None,
-) -> Facts:
-    """Return the facts about a run that its report is based on, but for what its nodes can do.
+) -> Diagnosis:
+    """Return the diagnosis of a run, with what `hpml bench` measured.
 
     Args:
         state: of the run.
-        site: the site profile that applies to it.
+        site: the value of `--site` or `HPML_SITE`.
         notice: takes each line to show, such as a warning.
         prometheus: asked for what the record lacks.
 
@@ -78,7 +81,10 @@ def facts_for_report(
     except ProfileError as error:
         notice(f"warning: {error}")
         traced = None
-    return replace(with_limits(facts, state, site), profile=traced)
+    profile, records = site_for("job.yaml", os.environ, chosen=site), state.run.directory.parents[1]
+    facts = with_limits(facts, state, profile.site if profile else None)
+    peaks = peaks_of_run(facts, records=records, site=profile)
+    return diagnose(replace(facts, profile=traced, peaks=peaks))
 
 
 def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:

@@ -81,16 +81,15 @@ def submit_checked(
     *,
     checked: bool,
     notice: Callable[[str], None],
-    unchecked: str,
 ) -> Submission:
-    """Check a job and submit it; arguments and errors are those of `prepare_checked`.
+    """Check a job of the Python API and submit it; the arguments are those of `prepare_checked`.
 
     Raises:
         SchedulerError: the scheduler refused it; no job exists.
         SchedulerUnavailable: a job may exist; `hpml submit --resume` finds out.
     """
     submission, scheduler = prepare_checked(
-        store, rendered, backend, checked=checked, notice=notice, unchecked=unchecked
+        store, rendered, backend, checked=checked, notice=notice, unchecked="`check=False`"
     )
     submit(submission, scheduler, environment=dict(os.environ))
     for line in scheduler_messages(submission):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpml_orchestrator.cli.process import APPENDED, notice
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -123,13 +123,8 @@ def store_of(context: typer.Context) -> Store:
         NotFoundError: it names a directory that does not exist, and the command only reads there.
     """
     chosen = (context.obj or {}).get("records") or ""
-    store = open_store(chosen)
+    store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
     root = store.root
-    if chosen and context.info_name not in _MAKE_RECORDS and not os.path.lexists(root):
-        raise NotFoundError(
-            f"no such directory of records: {root}",
-            hint="--records or $HPML_HOME names it; the first `hpml run` there creates it",
-        )
     if Store(root.parent).submissions_dir.is_dir() and Store(root.parent).runs_dir.is_dir():
         raise InputError(
             f"is inside the records of {root.parent}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.api.reporting import diagnose_run
+from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
@@ -25,7 +25,6 @@ from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.status import state_of
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.diagnosis.model import Diagnosis
-    from hpml_orchestrator.records.store import Store, Submission
 
 __all__ = ["Wanted", "report"]
 
@@ -98,7 +96,10 @@ def report(
     submissions = [
         one_run(store.resolve(word), field="RUN", has="report") for word in runs or ["last"]
     ]
-    diagnoses = [_diagnosed(store, submission, server, site) for submission in submissions]
+    diagnoses = [
+        diagnose_run(state_of(store, submission), site=site, notice=notice, prometheus=server)
+        for submission in submissions
+    ]
     if len(diagnoses) == _COMPARED:
         _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
         return
@@ -196,16 +197,3 @@ class Wanted:
             needs.append(("--force", "--apply FILE"))
         for option, other in needs:
             raise InputError(f"needs {other}", field=option, hint=f"hpml report last {other}")
-
-
-def _diagnosed(
-    store: Store, submission: Submission, server: Prometheus | None, site: str
-) -> Diagnosis:
-    """Return the diagnosis of a run, with what `hpml bench` measured.
-
-    Raises:
-        NotFoundError: it has not started.
-        RecordError: its records cannot be read.
-    """
-    state = state_of(store, submission)
-    return diagnose_run(store, state, site=site, notice=notice, prometheus=server)

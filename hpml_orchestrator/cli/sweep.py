@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 import webbrowser
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,24 +32,20 @@ from hpml_orchestrator.cli.sweeptext import (
     print_sweeps,
     progress_line,
 )
-from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
+from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
-from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps import plan
+from hpml_orchestrator.sweeps.plan import check_extra
 from hpml_orchestrator.sweeps.table import SUCCESS_STATES, Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.sweeps.facts import Report
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.table import Progress
 
-__all__ = ["check_extra", "drive_sweep", "group"]
+__all__ = ["drive_sweep", "group"]
 
-_EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
 _LINE_SECONDS = 60.0
 _WATCH_SECONDS = 2.0
 _REPORT = "report.html"
@@ -294,16 +288,16 @@ def report(
         others = {"--open": open_, "--output": output, "--markdown": as_json and markdown}
         refuse_with(option, others)
     check_extra()
-    store, pages = store_of(context), _load("sweeps.pages")
+    store = store_of(context)
     planned = plan.resolve(store, sweep)
-    built = _report(store, planned)
+    shown = _load("sweeps.reporting").read_report(store, planned)
     if as_json:
-        print_json(pages.to_json(built))
+        print_json(shown.to_dict())
     elif markdown:
-        typer.echo(pages.to_markdown(built))
+        typer.echo(shown.markdown())
     else:
         path = _path(output) if output else plan.directory_of(store, planned.id) / _REPORT
-        write_text(path, pages.to_html(built))
+        write_text(path, shown.html())
         typer.echo(str(path))
         if open_ and not webbrowser.open(path.as_uri()):
             notice("no browser here; open the file on your own machine")
@@ -331,7 +325,8 @@ def compare(
         hint = "compare two sweeps of one kind, such as before and after a change"
         message = f"is {kinds[1]}, and {before} is {kinds[0]}"
         raise InputError(message, field="SWEEP", value=after, hint=hint)
-    compared = _load("sweeps.compare").compare(*(_report(store, planned) for planned in both))
+    read = _load("sweeps.reporting").read_report
+    compared = _load("sweeps.compare").compare(*(read(store, one).facts for one in both))
     if as_json:
         print_json(pages.to_json(compared))
     elif output:
@@ -342,43 +337,9 @@ def compare(
         typer.echo(pages.to_markdown(compared))
 
 
-def check_extra() -> None:
-    """Refuse to start what would need a package of the extra `sweep` that is not installed."""
-    missing = [name for name in _EXTRA if find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"sweeps need {' and '.join(missing)}, which this Python does not have",
-            hint="pip install 'hpml-orchestrator[sweep]'",
-        )
-
-
 def _load(module: str) -> Any:
     """Import a module that few of the commands need: it loads the checks, or matplotlib."""
     return importlib.import_module(f"hpml_orchestrator.{module}")
-
-
-def _report(store: Store, planned: SweepPlan) -> Any:
-    """Make the report of a sweep, with the trials that a search has chosen so far."""
-    complete = _load("sweeps.batches").with_trials(store, planned)
-    built = _load("sweeps.report").build(complete, Table(store, planned).rows())
-    held = _held_back(store, built)
-    return replace(built, answer=(*built.answer, held)) if held else built
-
-
-def _held_back(store: Store, built: Report) -> str:
-    """Return what held back the median run of the best setting; empty if nothing was found."""
-    runs = sorted(
-        (one.row for one in built.attempts if one.setting == built.best and one.row.total_seconds),
-        key=lambda row: row.total_seconds or 0.0,
-    )
-    if not runs:
-        return ""
-    run = runs[len(runs) // 2].run
-    with contextlib.suppress(HpmlError):  # a sweep has a report without the record of one run, too
-        found = diagnose(gather(states(store, [store.resolve(run)])[0]))
-        if found.findings:
-            return f"What held it back: {found.headline} (hpml report {run})."
-    return ""
 
 
 def _path(output: str) -> Path:
@@ -408,14 +369,17 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rows, pages = Table(store, planned).rows(), _load("sweeps.pages")
-    built, path = _report(store, planned), plan.directory_of(store, planned.id) / _REPORT
-    write_text(path, pages.to_html(built))
+    rows, shown = (
+        Table(store, planned).rows(),
+        _load("sweeps.reporting").read_report(store, planned),
+    )
+    path = plan.directory_of(store, planned.id) / _REPORT
+    write_text(path, shown.html())
     if as_json:
-        print_json(pages.to_json(built))
+        print_json(shown.to_dict())
     else:
         print_status(planned, progress, rows)
-        for sentence in built.answer:
+        for sentence in shown.answer:
             typer.echo(sentence)
         typer.echo(f"report  {path}")
     if progress.failed:

@@ -15,7 +15,7 @@ from hpml_orchestrator.check.job import refusal
 from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import chosen_site, store_of
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.cli.sweep import check_extra, drive_sweep
+from hpml_orchestrator.cli.sweep import drive_sweep
 from hpml_orchestrator.cli.sweepfile import check_plan
 from hpml_orchestrator.diagnosis.apply import choose_changes
 from hpml_orchestrator.errors import InputError
@@ -95,7 +95,7 @@ def _try(
     as_json: bool,
 ) -> None:
     """Run the job of a run and the changed one in turn, and print whether the change helps."""
-    check_extra()
+    plan.check_extra()
     store, chosen = store_of(context), choose_changes(diagnosis)
     planned = make_trial(
         submission,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,23 @@ from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Diagnosis
 
-__all__ = ["Report"]
+__all__ = ["Page", "Report"]
 
 
-class Report:
+class Page(ABC):
+    """A report with a page, which a notebook displays."""
+
+    @abstractmethod
+    def html(self) -> str:
+        """Return the page: one HTML file without scripts that fetches nothing."""
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, which keeps its style out of the notebook."""
+        source = html.escape(self.html(), quote=True)
+        return f'<iframe srcdoc="{source}" style="width:100%;height:40em;border:0"></iframe>'
+
+
+class Report(Page):
     """Why a run is slow, and what to change; `str` gives the text of `hpml report`.
 
     Attributes:
@@ -46,8 +60,3 @@ class Report:
         from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
 
         return page(self._diagnosis)
-
-    def _repr_html_(self) -> str:
-        """Return the page in a frame, which keeps its style out of the notebook."""
-        source = html.escape(self.html(), quote=True)
-        return f'<iframe srcdoc="{source}" style="width:100%;height:40em;border:0"></iframe>'

@@ -53,10 +53,21 @@ def default_root(environment: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(state)) / "hpml"
 
 
-def open_store(records: str | Path | None) -> Store:
-    """Return the store in a directory of records; without one in that of the environment."""
+def open_store(records: str | Path | None, *, must_exist: bool = False) -> Store:
+    """Return the store in a directory of records; without one in that of the environment.
+
+    Raises:
+        NotFoundError: the given directory must exist and does not.
+    """
     chosen = {"HPML_HOME": str(records)} if records else {}
-    return Store(default_root({**os.environ, **chosen}))
+    store = Store(default_root({**os.environ, **chosen}))
+    if must_exist and chosen and not os.path.lexists(store.root):
+        raise NotFoundError(
+            f"no such directory of records: {store.root}",
+            hint="--records, in Python `records`, or $HPML_HOME names it; "
+            "the first `hpml run` there creates it",
+        )
+    return store
 
 
 def ids_in(directory: Path) -> list[str]:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "Shape",
     "SweepPlan",
     "Trial",
+    "check_extra",
     "directory_of",
     "job_of",
     "point_of",
@@ -55,6 +57,7 @@ RESUMED = "resumed"
 """The key by which shapes of a population differ: whether a member resumes a checkpoint."""
 
 _POINTS, _PLAN = "points.jsonl", "plan.json"
+_EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
 
 
 @dataclass(frozen=True)
@@ -276,6 +279,16 @@ def read(directory: Path) -> SweepPlan:
 def sweeps(store: Store) -> list[str]:
     """Return the ids of all sweeps, newest first."""
     return ids_in(store.root / "sweeps")
+
+
+def check_extra() -> None:
+    """Refuse to start what would need a package of the extra `sweep` that is not installed."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"sweeps need {' and '.join(missing)}, which this Python does not have",
+            hint="pip install 'hpml-orchestrator[sweep]'",
+        )
 
 
 def resolve(store: Store, word: str, *, exact_name: bool = False) -> SweepPlan:

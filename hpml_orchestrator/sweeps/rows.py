@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
+from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.reporting.binding import node_topology
-from hpml_orchestrator.runs.reporting.description import Hours, hours_of
+from hpml_orchestrator.runs.reporting.description import Hours, hours_of, last_result
 from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
     aggregate_nodes,
@@ -123,7 +123,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed, life = Summary(), [], _Placed(), None
-    result = summary.result or _result_file(state)
+    result: Mapping[str, object] = {}
+    with contextlib.suppress(RecordError):
+        result = last_result(state, summary)
     told = numbers(result)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     for name in ("evaluation", "checkpoint"):
@@ -206,14 +208,6 @@ def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued
             break
         found.append(start)
     return found
-
-
-def _result_file(state: State) -> dict[str, object]:
-    """Return `result.json` of a program that reports nothing through the channel."""
-    with contextlib.suppress(NotFoundError, RecordError):
-        result = read_json(state.run.directory / "result.json")
-        return {name: value for name, value in result.items() if name != "schema_version"}
-    return {}
 
 
 def _requeued(attempt: Attempt) -> Requeued:

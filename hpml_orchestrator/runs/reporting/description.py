@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import human_bytes, printable
+from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord, SubmitRecord
     from hpml_orchestrator.records.store import Attempt
-    from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.runs.state import State
 
@@ -34,6 +34,7 @@ __all__ = [
     "describe",
     "figures",
     "hours_of",
+    "last_result",
 ]
 
 RESULT_FILE = "result.json"
@@ -140,6 +141,30 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
         return known
     if summary.command:
         known = replace(known, command=summary.command, received=True)
+    return _with_result(known, state, summary)
+
+
+def last_result(state: State, summary: Summary | None = None) -> dict[str, object]:
+    """Return what a run's last attempt reported; empty if it reported nothing.
+
+    The figures of an earlier attempt, whose `result.json` stays when the run is requeued, are not
+    those of the run. `describe` has them, with the number of that attempt.
+
+    Args:
+        state: of the run.
+        summary: of its last attempt, if it was read already.
+
+    Raises:
+        RecordError: its records may not be read, or are damaged.
+    """
+    told = _with_result(Description(), state, summary or summarise(state))
+    attempts = state.run.attempts()
+    last = attempts[-1].number if attempts else None
+    return told.result if told.result_attempt == last else {}
+
+
+def _with_result(known: Description, state: State, summary: Summary) -> Description:
+    """Return a description with what the training reported, and which attempts did."""
     found, error, path = None, "", state.run.directory / RESULT_FILE
     try:
         found = read_result(path)

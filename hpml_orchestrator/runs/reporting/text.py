@@ -17,6 +17,7 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
+from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
 from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
@@ -28,7 +29,6 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
@@ -98,17 +98,17 @@ def summary_lines(
     )
 
 
-def summary_html(state: State, life: Life | None = None) -> str:
+def summary_html(state: State) -> str:
     """Return a run's summary as an HTML table that needs no style sheet, for a notebook.
-
-    Args:
-        state: of the run.
-        life: the run over all of its attempts; None before the first, or for an array.
 
     Raises:
         RecordError: its records may not be read, or are damaged.
     """
-    lines = array_lines(state) if state.tasks else summary_lines(state, summarise(state), life)
+    if state.tasks:
+        lines = array_lines(state)
+    else:
+        summary = summarise(state)
+        lines = summary_lines(state, summary, read_life(state, summary))
     rows = []
     for name, text in lines:
         # every second part is an address

@@ -22,8 +22,9 @@ from hpml_orchestrator import (
     list_runs,
     run,
     submit,
+    sweep_report,
 )
-from hpml_orchestrator.api import job as job_module
+from hpml_orchestrator.api import runs as api_module
 from hpml_orchestrator.errors import HpmlError
 
 LIMIT_SECONDS = 120
@@ -77,7 +78,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 def test_examples_in_docstrings() -> None:
     """They print what the docstring shows."""
-    assert doctest.testmod(job_module).failed == 0
+    assert doctest.testmod(api_module).failed == 0
 
 
 def test_a_run_from_its_submission_to_its_results() -> None:
@@ -96,7 +97,8 @@ def test_a_run_from_its_submission_to_its_results() -> None:
     events = done.events()
     assert {"started", "ready", "ended"} <= {event["event"] for event in events}
     assert {(event["attempt"], event["rank"]) for event in events} == {(0, None)}
-    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    times = [float(str(event["time"])) for event in events]
+    assert times == sorted(times)
     assert [events[0]["event"], events[-1]["event"]] == ["queued", "ended"]
     report = done.report()
     assert report.headline in str(report)
@@ -152,7 +154,8 @@ def test_a_job_array_has_a_run_per_task() -> None:
     job = shell('echo "task $0"', args=["{array.index}"], array="3,5")
     array = run(job, local=True, timeout=LIMIT_SECONDS)
     assert [task.logs(lines=1) for task in array.tasks()] == ["task 3\n", "task 5\n"]
-    assert [task["index"] for task in array.info()["tasks"]] == [3, 5]
+    tasks: Any = array.info()["tasks"]
+    assert [task["index"] for task in tasks] == [3, 5]
     with pytest.raises(InputError, match="array of 2 tasks, each with its own results") as raised:
         array.results()
     assert raised.value.hint.startswith("choose one of `tasks()`: ")
@@ -209,6 +212,10 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
         (lambda: submit(shell("true"), local=wrong("yes")), InputError, "local: must be True"),
         (lambda: submit(shell("true"), check=wrong("x")), InputError, "check: must be True"),
         (lambda: list_runs(records="none"), NotFoundError, "no such directory of records"),
+        (lambda: Run(records="none"), NotFoundError, "no such directory of records"),
+        (lambda: sweep_report(records="none"), NotFoundError, "no such directory of records"),
+        (lambda: sweep_report("nothing"), NotFoundError, "no sweep 'nothing'"),
+        (lambda: sweep_report(wrong(5)), InputError, r"word: must be a text: .*\(got 5\)"),
         (
             lambda: Job.from_file(wrong(5)),
             InputError,

@@ -57,7 +57,7 @@ LINES = [
     ("report probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb (2024-01-0", "more of"),
     ("cancel last nothing", 3, "no run 'nothing' under ", "nothing was cancelled; "),
     ("--records nowhere show last", 3, "no such directory of records: ", "first `hpml run` there"),
-    ("--records nowhere list", 3, "no such directory of records: ", "--records or $HPML_HOME nam"),
+    ("--records nowhere list", 3, "no such directory of records: ", "--records, in Python"),
     ("--records nowhere sweep status", 3, "no such directory of records: ", ""),
     ("run old.sbatch", 2, "old.sbatch is a shell script, not a job file", "hpml import "),
     ("check old.sbatch", 2, "old.sbatch is a shell script, not a job file", "hpml import "),

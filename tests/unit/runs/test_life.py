@@ -14,6 +14,7 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import Life, Limits, life_of, read_life
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport
+from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.scheduler.model import JobState
@@ -323,8 +324,10 @@ def test_each_figure_names_its_attempt(training: Training) -> None:
         "of attempt 1, from its result.json:",
         "test_accuracy 0.5, stopped true",
     ]
+    assert last_result(training.world.state(training.submission)) == {}
     training.world.event(second, "evaluation", 0, final=True, test_accuracy=0.9)
     assert training.lines()["result"] == ["test_accuracy 0.9"]
+    assert last_result(training.world.state(training.submission)) == {"test_accuracy": 0.9}
     training.world.scheduler.move("1", JobState.FAILED)
     assert " of attempt 2" in training.lines()["ended"][0]
     facts = gather(training.world.state(training.submission), now=training.world.clock.now)

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator import sweep_report
 from hpml_orchestrator.sweeps.compare import compare
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
+from tests.unit.sweeps.conftest import SweepFolder
 from tests.unit.sweeps.sweep_rows import grid, scaling, search
 
 WIDTHS = (360, 1200)
@@ -85,6 +87,22 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
 def test_what_the_page_adds_to_the_facts(name: str, words: str) -> None:
     """Cards, captions and units read as sentences do."""
     assert words in to_markdown(build(*SWEEPS[name]()))
+
+
+def test_python_has_the_report_of_a_sweep_on_record(folder: SweepFolder) -> None:
+    """Also before it is complete; a notebook displays the page in a frame."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=2)
+    folder.controller(plan).tick()
+    folder.report(next(iter(folder.slurm.jobs)), test_accuracy=0.5)
+    folder.controller(plan).tick()
+    report = sweep_report(records=folder.store.root)
+    assert report.to_dict()["states"] == report.facts.states
+    assert report.facts.states["COMPLETED"] == 1
+    assert all(sentence in str(report) for sentence in report.answer)
+    assert str(report) == report.markdown()
+    framed = report._repr_html_().partition('srcdoc="')[2].partition('"')[0]
+    assert html.unescape(framed) == report.html()
+    assert report.html().startswith("<!doctype html>")
 
 
 def test_hostile_names_stay_text() -> None:

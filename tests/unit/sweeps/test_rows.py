@@ -228,6 +228,45 @@ def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
     assert len(folder.slurm.jobs) == 1  # nothing started it again
 
 
+@pytest.mark.parametrize(
+    ("age", "accuracy"), [(60.0, None), (-60.0, 0.5)], ids=["of the first attempt", "of the last"]
+)
+def test_a_result_of_an_earlier_attempt_is_not_that_of_the_point(
+    folder: SweepFolder, age: float, accuracy: float | None
+) -> None:
+    """A training that was asked to stop may have written one; the file stays after a requeue."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    controller = folder.controller(plan)
+    controller.tick()
+    start, last, now = started_again(folder)
+    for attempt in (start, last):
+        write_json(attempt / "head.json", {"node": "n1"})
+    path = start.parents[1] / "result.json"
+    write_json(path, {"test_accuracy": 0.5, "stopped": True})
+    written = (last / "head.json").stat().st_mtime - age
+    os.utime(path, (written, written))
+    write_json(start / "ended.json", {"exit_code": 75, "reason": "preempted", "time": now})
+    write_json(last / "ended.json", {"exit_code": 0, "state": "COMPLETED", "time": now + 100})
+    controller.tick()
+    (row,) = folder.rows(plan)
+    assert (row.state, row.attempts, row.accuracy) == ("COMPLETED", 2, accuracy)
+    assert bool(row.result) == (accuracy is not None)
+
+
+def test_a_result_of_the_channel_and_the_file_are_one(folder: SweepFolder) -> None:
+    """The metric may be in either; the channel's figure comes first, as in `hpml show`."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    log = folder.attempt(job_id) / "events" / "n1.jsonl"
+    told = {"final": True, "test_accuracy": 0.9}
+    events.append(log, "evaluation", node="n1", rank=0, now=100.0, **told)
+    folder.report(job_id, test_accuracy=0.5, learning_rate=0.25)
+    folder.controller(plan).tick()
+    (row,) = folder.rows(plan)
+    assert (row.accuracy, row.learning_rate) == (0.9, 0.25)
+
+
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
     """Excluded, pending and running points, as of the last tick."""
     plan = folder.plan(exclude=[{"--lr": 0.3}], budget={"parallel": 2}, repeats=1)
