@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.bench.results import peaks_of_run
 from hpml_orchestrator.check.stages import check_stages
@@ -25,6 +25,7 @@ from hpml_orchestrator.staging.request import SUFFIXES, kind_at
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import Site
 
@@ -37,7 +38,6 @@ _NOT_DATA = re.compile(
     r"|resume|pretrained|pth|pt|wandb|tensorboard"
 )
 _INTERPRETER = re.compile(r"python|pypy|(ba|da|z)?sh$|perl$|torchrun$")
-_SOFTWARE = ("venv", "conda", "container")
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _SMALL_BYTES = 1 << 20  # a smaller file is a list of names, or settings
 _WALK_SECONDS = 1.0
@@ -139,7 +139,7 @@ def _most(values: Iterable[int | None]) -> list[int]:
     return [max(filter(None, known))] if known and all(known) else []
 
 
-def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> DataArgument | None:
+def data_argument(job: JobFields, *, before: float | None = None) -> DataArgument | None:
     """Return the argument that names the data of a job; None if none does, or several might.
 
     An option has to be called so, such as `--data-dir`; what is there has to be a directory or an
@@ -172,14 +172,14 @@ def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> Dat
     return _checked(job, candidates[0]) if len(candidates) == 1 else None
 
 
-def _arguments(job: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def _arguments(job: JobFields) -> Iterator[tuple[str, str, str, str]]:
     """Yield each argument of a job's program: its field, option, what is before its value, value.
 
     A path behind an option counts as its value: which options take one is unknown.
     """
-    command = [str(word) for word in job.get("command") or ()]
+    command = job["command"] or []
     words = [(f"command.{place}", word) for place, word in enumerate(command)][1:]
-    words += [(f"args.{place}", str(word)) for place, word in enumerate(job.get("args") or ())]
+    words += [(f"args.{place}", word) for place, word in enumerate(job["args"])]
     is_script = bool(command) and bool(_INTERPRETER.match(os.path.basename(command[0])))
     option = ""
     for field, word in words:
@@ -205,20 +205,21 @@ def _is_not_data(name: str) -> bool:
 
 
 def _entry(
-    job: Mapping[str, Any], path: str, before: float | None, *, file_is_data: bool
-) -> dict[str, Any] | None:
+    job: JobFields, path: str, before: float | None, *, file_is_data: bool
+) -> dict[str, str] | None:
     """Return the entry of `stage` for a path; None if it is not data.
 
     Archives are copied as they are: the program expects to find an archive.
     """
     if _is_not_data(os.path.basename(path)) or path.startswith(_SYSTEM):
         return None
-    own = [job["workdir"], job.get("script")]
-    environment, checkpoint = job.get("environment") or {}, job.get("checkpoint") or {}
-    others = [*(environment.get(name) for name in _SOFTWARE), checkpoint.get("directory")]
-    if any(_is_in(str(one), path) for one in (*own, *others) if one):
+    environment = job["environment"]
+    others = [environment["conda"], environment["venv"], job["checkpoint"]["directory"]]
+    if environment["container"]:
+        others.append(environment["container"]["image"])
+    if any(_is_in(one, path) for one in (job["workdir"], job["script"], *others) if one):
         return None
-    if any(_is_in(path, str(one)) for one in others if one):
+    if any(_is_in(path, one) for one in others if one):
         return None
     try:
         info = os.stat(path)
@@ -242,7 +243,7 @@ def _is_in(path: str, directory: str) -> bool:
     return f"{path}/".startswith(f"{directory.rstrip('/')}/")
 
 
-def _checked(job: Mapping[str, Any], found: DataArgument) -> DataArgument | None:
+def _checked(job: JobFields, found: DataArgument) -> DataArgument | None:
     """Return an argument with the size of its data; None if they cannot be staged."""
     try:
         staged = Job.model_validate({**job, "stage": [{**found.entry, "target": "shm"}]})

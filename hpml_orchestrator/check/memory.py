@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, warning
 from hpml_orchestrator.diagnosis import memory
@@ -336,11 +336,15 @@ def _last_run(job: Job, store: Store) -> Iterator[Finding]:
     dumped = job.model_dump(mode="json")
     names = (one for one in store.submissions() if one.sid.startswith(f"{job.name}-"))
     for submission, _ in zip(names, range(_LAST_RUNS), strict=False):
-        record: Mapping[str, Any] = submission.record()["job"]
+        record = submission.record()["job"]
         runs = submission.runs()
         attempt = store.run(runs[0][1]).newest() if len(runs) == 1 else None
         ended = attempt.ended if attempt is not None else None
-        if attempt is None or ended is None or any(record[one] != dumped[one] for one in _PROGRAM):
+        if (
+            attempt is None
+            or ended is None
+            or any({**record}[one] != dumped[one] for one in _PROGRAM)
+        ):
             continue
         before = record["resources"]
         ranks = before["ranks_per_node"], before["gpus"], before["ranks_per_gpu"], before["nodes"]

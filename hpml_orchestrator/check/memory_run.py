@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
@@ -25,9 +25,13 @@ from hpml_orchestrator.script.template import variable, word
 from hpml_orchestrator.staging.request import kind_at
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.spec.data import Stage
     from hpml_orchestrator.spec.job import Job
 
 __all__ = ["STEPS", "Measured", "Program", "measure", "program_of"]
+
+Figures: TypeAlias = Mapping[str, Any]
+"""What a probe measured at one size of the batch, see `memory_probe.py`."""
 
 STEPS, MOST_STEPS = 4, 20
 """Optimizer steps of each run; it ends between them, when the memory no longer grows."""
@@ -76,13 +80,13 @@ class Measured:
         notes: what a reader has to know of how it was measured.
     """
 
-    figures: Mapping[int, Mapping[str, Any]]
+    figures: Mapping[int, Figures]
     workers: Mapping[int, float]
     seconds: float
     notes: Sequence[str] = ()
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> Figures:
         """The figures at the largest batch."""
         return self.figures[max(self.figures)]
 
@@ -150,7 +154,7 @@ def measure(
     """
     started = time.monotonic()
     deadline = started + limit_seconds
-    figures: dict[int, Mapping[str, Any]] = {}
+    figures: dict[int, Figures] = {}
     workers: dict[int, float] = {}
     notes: list[str] = []
     sizes = [*batches] if with_batch else []
@@ -202,7 +206,7 @@ class _Run:
     saved: bool = True
     workers: float = field(default=0.0, init=False)
 
-    def result(self, deadline: float) -> tuple[Mapping[str, Any], float]:
+    def result(self, deadline: float) -> tuple[Figures, float]:
         """Return the probe's figures, and the most that child processes used.
 
         Raises:
@@ -224,9 +228,7 @@ class _Run:
             raise self._fault(figures, status, output)
         return figures, self.workers
 
-    def _fault(
-        self, figures: Mapping[str, Any], status: int | str | None, output: str
-    ) -> JobFailedError:
+    def _fault(self, figures: Figures, status: int | str | None, output: str) -> JobFailedError:
         """Return the error for a run without two steps, with the program's own message if any."""
         name, steps, end = self.program.name, figures["steps"], figures["end"]
         hint = f"advice by formulas: {_FORMULAS}"
@@ -377,7 +379,7 @@ class _Run:
         return "\n".join(lines) + "\n"
 
 
-def _staged(stage: Any, scratch: Path) -> str:
+def _staged(stage: Stage, scratch: Path) -> str:
     """Return where the program finds an entry of `stage`: the source itself.
 
     Raises:

@@ -37,7 +37,7 @@ def prepare_checked(
     checked: bool,
     notice: Callable[[str], None],
     unchecked: str = "`--no-check`",
-    record: Mapping[str, Any] | None = None,
+    record: Mapping[str, object] | None = None,
 ) -> tuple[Submission, Scheduler]:
     """Check a job and write its submission; return it with its scheduler, to be submitted.
 

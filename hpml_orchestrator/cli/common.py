@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -184,7 +184,7 @@ def refuse_with(option: str, others: Mapping[str, object]) -> None:
             )
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as one JSON document."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     try:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -29,7 +29,7 @@ _LINE_EVERY_SECONDS = 10.0
 _BAR_EVERY_SECONDS = 0.2
 
 
-def count_option(name: str, text: str, default: str = "one per CPU", *, least: int = 1) -> Any:
+def count_option(name: str, text: str, default: str = "one per CPU", *, least: int = 1) -> object:
     """Return an option for a number of processes or threads.
 
     Args:
@@ -43,7 +43,7 @@ def count_option(name: str, text: str, default: str = "one per CPU", *, least: i
     )
 
 
-def outside_links_option(verb: str) -> Any:
+def outside_links_option(verb: str) -> object:
     """Return the option that accepts symbolic links out of the tree, which are refused without."""
     text = f"{verb} symbolic links that leave the tree, as they are."
     return typer.Option("--outside-links", help=text)

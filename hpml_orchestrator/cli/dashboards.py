@@ -9,7 +9,8 @@ import signal
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated
 
 import typer
 from hpml_dashboards import JSON
@@ -212,7 +213,7 @@ def show(
         server.serve_forever()
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     """Import a module of hpml_dashboards, whose libraries take a second and may be missing."""
     try:
         return importlib.import_module(f"hpml_dashboards.{name}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from hpml_exporters.catalogue import ALL
@@ -35,19 +35,19 @@ _DIRECTORY_HINT = "use an existing directory that you may write to"
 _SLURM_HINT = "run it where sinfo works: load Slurm's module, or set SLURM_CONF"
 
 
-def _switch(name: str, what: str) -> Any:
+def _switch(name: str, what: str) -> object:
     return typer.Option(f"--no-{name}", help=f"Skip {what}.")
 
 
-def _seconds(name: str, what: str) -> Any:
+def _seconds(name: str, what: str) -> object:
     return typer.Option(f"--{name}", metavar="SECONDS", help=what)
 
 
-def _file(name: str, what: str) -> Any:
+def _file(name: str, what: str) -> object:
     return typer.Option(name, metavar="FILE", help=what)
 
 
-def _address(name: str, what: str) -> Any:
+def _address(name: str, what: str) -> object:
     return typer.Option(name, metavar="ADDRESS:PORT", help=what)
 
 

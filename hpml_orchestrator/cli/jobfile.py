@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,7 +113,7 @@ def render(
         sys.stdout.buffer.write(rendered.script.encode("utf-8"))
 
 
-def _as_in_job_file(value: Any) -> str:
+def _as_in_job_file(value: object) -> str:
     """Return a value on one line as a job file may have it: null and true, not as in Python."""
     if isinstance(value, str) and "\n" not in value:
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -135,13 +135,13 @@ def _compare(
         typer.echo(comparison.text(compared))
 
 
-def _written(diagnosis: Diagnosis) -> Mapping[str, Any]:
+def _written(diagnosis: Diagnosis) -> Mapping[str, object]:
     """Return the fields of a job without defaults; every field if another version wrote it."""
     from hpml_orchestrator.spec.job import Job  # noqa: PLC0415 - pydantic takes long
 
     job = diagnosis.facts.job
     try:
-        fields: dict[str, Any] = Job.model_validate(job).model_dump(
+        fields: dict[str, object] = Job.model_validate(job).model_dump(
             mode="json", exclude_defaults=True
         )
     except ValueError:

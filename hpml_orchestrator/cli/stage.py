@@ -338,7 +338,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
         yield f"{shown(source)} was removed from the cache to make room"
 
 
-def _json(outcome: Outcome) -> dict[str, Any]:
+def _json(outcome: Outcome) -> dict[str, object]:
     choice = outcome.choice
     fields = asdict(outcome.result)
     fields.update(
@@ -353,7 +353,7 @@ def _json(outcome: Outcome) -> dict[str, Any]:
     return fields
 
 
-def _raw(value: Any) -> str | bytes:
+def _raw(value: object) -> str | bytes:
     """Return what a shell reads: a path with every byte that it has."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -234,7 +234,7 @@ def _damage(report: Report) -> list[str]:
     return [*lines, f"and {more} more"] if more else lines
 
 
-def _report_json(report: Report) -> dict[str, Any]:
+def _report_json(report: Report) -> dict[str, object]:
     problems = [{"path": path, "reason": reason} for path, reason in report.problems]
     return {**asdict(report), "problems": problems}
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -35,7 +35,7 @@ def submit_rendered(
     make: Callable[[], tuple[Rendered, str]],
     *,
     checked: bool,
-    record: Mapping[str, Any] | None = None,
+    record: Mapping[str, object] | None = None,
 ) -> tuple[Submission, str]:
     """Check and submit a job; return its submission and its job's id.
 
@@ -99,7 +99,7 @@ def job_text(submission: Submission, job_id: str) -> str:
     return f"{job_id} ({counted(len(submission.runs()), 'task')})"
 
 
-def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[str, Any]:
+def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[str, object]:
     table = submission.runs()
     is_array = submission.is_array()
     return {

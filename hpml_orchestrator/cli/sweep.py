@@ -10,7 +10,8 @@ import time
 import webbrowser
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -337,7 +338,7 @@ def compare(
         typer.echo(pages.to_markdown(compared))
 
 
-def _load(module: str) -> Any:
+def _load(module: str) -> ModuleType:
     """Import a module that few of the commands need: it loads the checks, or matplotlib."""
     return importlib.import_module(f"hpml_orchestrator.{module}")
 

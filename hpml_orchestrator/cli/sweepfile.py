@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -74,7 +74,7 @@ def _sweep(
 ) -> Sweep:
     if strong:
         refuse_with("--strong", {"--weak": weak})
-    fields: dict[str, Any] = dict(map(parse_setting, settings))
+    fields: dict[str, object] = dict(map(parse_setting, settings))
     source = Path(os.path.abspath(file))
     if not (strong or weak or grid):
         data = read_mapping(source, "sweep file")
@@ -86,7 +86,7 @@ def _sweep(
                 hint=f"hpml sweep run {file} --strong nodes=1,2,4, or --grid lr=0.1,0.2",
             )
         sweep = make_sweep(data, source)
-        update: dict[str, Any] = {"set": {**sweep.set, **fields}}
+        update: dict[str, object] = {"set": {**sweep.set, **fields}}
         return sweep.model_copy(update=update | ({"repeats": repeats} if repeats else {}))
     axes = [_axis(text) for text in grid]
     twice = [name for name, count in Counter(name for name, _ in axes).items() if count > 1]
@@ -111,7 +111,7 @@ def _sweep(
     return make_sweep(data, source, where="the command line")
 
 
-def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:
+def _listed(text: str, option: str, example: str) -> tuple[str, list[object]]:
     """Return name and values of `name=1,2,4`."""
     name, equals, values = text.partition("=")
     if not equals or not name or not values:
@@ -119,7 +119,7 @@ def _listed(text: str, option: str, example: str) -> tuple[str, list[Any]]:
     return name, [parse_yaml(value, option) for value in values.split(",")]
 
 
-def _axis(text: str) -> tuple[str, list[Any]]:
+def _axis(text: str) -> tuple[str, list[object]]:
     """Return name and values of an axis; a plain name is an argument."""
     name, values = _listed(text, "--grid", "lr=0.1,0.2")
     plain = not name.startswith("-") and "." not in name and name not in Job.model_fields

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -84,7 +84,7 @@ def print_plan(planned: SweepPlan) -> None:
         typer.echo(f"… {len(planned.points) - len(shown)} more; --json prints all")
 
 
-def _values(values: Mapping[str, Any]) -> str:
+def _values(values: Mapping[str, object]) -> str:
     texts = {
         name.rstrip("="): f"{value:.6g}" if isinstance(value, float) else value
         for name, value in values.items()

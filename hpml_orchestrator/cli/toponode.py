@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -300,7 +300,7 @@ def _missing(bound: BindingReport, node: str, plan: Plan | None, shown: int) -> 
         yield f"only {shown} of the {count} ranks of {node} left a record"
 
 
-def _rank_json(topology: Topology, place: Place) -> dict[str, Any]:
+def _rank_json(topology: Topology, place: Place) -> dict[str, object]:
     cpus = set(parse_list(place.cpus))
     cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
     return {**asdict(place), "cores": cores, "nic": place.nic or None}

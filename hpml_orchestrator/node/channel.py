@@ -32,12 +32,16 @@ from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.node.environment import job_key
 from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.records.events import Event
+from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import append_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import TypeAlias
 
     from hpml_orchestrator.node.feed import Feed
+
+    Message: TypeAlias = Mapping[str, Any]  # of a rank: its fields, of which any may be missing
 
 __all__ = [
     "MAX_DATAGRAM_BYTES",
@@ -96,7 +100,7 @@ def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
     return f"hpml-{os.getuid()}-{digest}"
 
 
-def parse(datagram: bytes) -> dict[str, Any]:
+def parse(datagram: bytes) -> Message:
     """Return the message of a datagram, with a valid rank and data of strict JSON.
 
     Raises:
@@ -118,7 +122,7 @@ def parse(datagram: bytes) -> dict[str, Any]:
     return {**message, "data": data}
 
 
-def event_of(message: Mapping[str, Any], *, node: str, now: float) -> Event:
+def event_of(message: Message, *, node: str, now: float) -> Event:
     """Return the event that a message reports.
 
     The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
@@ -136,9 +140,9 @@ def event_of(message: Mapping[str, Any], *, node: str, now: float) -> Event:
     if name == "rendezvous":  # a rank identifies itself once, not with every step
         for key in ("local_rank", "world_size", "pid"):
             data.setdefault(key, _clean(message.get(key)))
-    sent: Any = message.get("time")
-    is_near = type(sent) in {int, float} and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
-    return Event(float(sent) if is_near else now, str(name), node, rank, data)
+    sent: object = message.get("time")
+    is_near = is_number(sent) and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
+    return Event(sent if is_near and is_number(sent) else now, str(name), node, rank, data)
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
@@ -320,7 +324,7 @@ class ChannelReader:
                 self.refused += 1
         return BATCH_DATAGRAMS
 
-    def _take(self, message: dict[str, Any], sender: int, address: Any) -> None:
+    def _take(self, message: Message, sender: int, address: bytes) -> None:
         """Take in one message of a process; ValueError if it is refused."""
         rank, data = message["rank"], message["data"]
         if message.get("type") == "hello":

@@ -18,12 +18,12 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.feed import BUCKETS, COUNTERS, GAUGES, RankFigures, encode, is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["EXPORTER_SOCKET", "Feed", "exporter_sockets"]
 
@@ -93,7 +93,9 @@ class Feed:
         dropped: messages that an exporter's queue had no room for.
     """
 
-    def __init__(self, targets: Sequence[str] = (), clock: Any = time.monotonic) -> None:
+    def __init__(
+        self, targets: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.sent = self.dropped = 0
         self._targets = tuple(targets)
         self._clock = clock
@@ -118,7 +120,7 @@ class Feed:
             if self._binding != (right, wrong):
                 self._binding, self._news = (right, wrong), True
 
-    def take(self, rank: int, pid: int, data: Mapping[str, Any], buckets: Any = None) -> None:
+    def take(self, rank: int, pid: int, data: Mapping[str, object], buckets: object = None) -> None:
         """Store the counters of a process of a rank.
 
         Args:
@@ -135,7 +137,8 @@ class Feed:
                 counts = [amount(buckets.get(str(place))) or 0.0 for place in range(BUCKETS)]
             totals = [amount(data.get(f"{name}_total")) for name in COUNTERS]
             state.take(pid, [*totals, *counts])
-            state.gauges = {name: data[name] for name in GAUGES if is_number(data.get(name))}
+            gauges = {name: data.get(name) for name in GAUGES}
+            state.gauges = {name: value for name, value in gauges.items() if is_number(value)}
             method = data.get("comm_method")
             state.method = method[:_METHOD_CHARACTERS] if isinstance(method, str) else ""
             state.heard = self._clock()
@@ -210,7 +213,7 @@ class Feed:
         return encode(os.getpid(), self._binding, ranks)
 
 
-def amount(value: Any) -> float | None:
+def amount(value: object) -> float | None:
     """Return a counter's value; None if it is missing or not a valid counter."""
     return float(value) if is_number(value) and value >= 0 else None
 

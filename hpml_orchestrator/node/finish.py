@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
 from hpml_orchestrator.node import continuation
@@ -130,7 +130,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
         end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
     options = CheckpointOptions.from_environment()
-    future: dict[str, Any] = {}
+    future: dict[str, object] = {}
     if options is not None:
         end, future = _future(records, options, end)
     completed = end.exit_code == 0 and not future.get("why")
@@ -158,7 +158,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
 
 def _future(
     records: Attempt, options: CheckpointOptions, end: Ending
-) -> tuple[Ending, dict[str, Any]]:
+) -> tuple[Ending, dict[str, object]]:
     """Decide whether the run continues; return the ending that follows, and fields to record."""
     reached = progress_of(records)
     flags: list[bool] = []
@@ -184,7 +184,7 @@ def _future(
         channel=reached.channel,
         progress=flags,
     )
-    future: dict[str, Any] = {
+    future: dict[str, object] = {
         "goes_on": decision.goes_on,
         "why": decision.why,
         "step": reached.step,

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.placement.proof import Process, Seen
@@ -17,6 +17,8 @@ from hpml_orchestrator.topology.cpulist import parse_list
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
+
+    from hpml_orchestrator.records.schema import BindingRecord
 
 __all__ = [
     "ProcessTable",
@@ -85,11 +87,15 @@ class RankRecords:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and all(
-                type(record.get(name)) is int for name in ("rank", "local_rank", "pid")
-            ):
+            if _names_a_process(record):
                 records.append(_started_rank(record))
         return records
+
+
+def _names_a_process(record: object) -> bool:
+    return isinstance(record, dict) and all(
+        type(record.get(name)) is int for name in ("rank", "local_rank", "pid")
+    )
 
 
 def is_alive(rank: StartedRank) -> bool:
@@ -123,11 +129,11 @@ def kill_families(ranks: Collection[StartedRank], number: int = signal.SIGKILL) 
                 os.kill(stat.pid, number)
 
 
-def _started_rank(record: Mapping[str, Any]) -> StartedRank:
+def _started_rank(record: BindingRecord) -> StartedRank:
     """Convert a rank's record; missing or damaged fields become unknown."""
     visible, threads, ticks = (record.get(name) for name in ("visible", "threads", "start_ticks"))
     seen = Seen(
-        local_rank=record["local_rank"],
+        local_rank=record["local_rank"] or 0,
         rank=record["rank"],
         pid=record["pid"],
         inherited=_cpus(record.get("inherited")) or None,

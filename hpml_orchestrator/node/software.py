@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.environment import node_name
@@ -86,7 +86,7 @@ def record(attempt: Path, process: str, program: str) -> None:
     complete = True
     if python:
         packages, complete = installed(python, environment, root=f"{process}/root")
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "node": node_name(),
         "python": python or None,
         "packages": packages,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.node.options import AgentOptions, StageOptions
+    from hpml_orchestrator.records.schema import StageRecord
     from hpml_orchestrator.staging import Supply
 
 __all__ = ["NodeStaging", "Progress", "figures_of"]
@@ -108,7 +109,7 @@ class NodeStaging:
             on_progress=self._on_progress,
         )
 
-    def stage_all(self) -> list[dict[str, Any]]:
+    def stage_all(self) -> list[StageRecord]:
         """Stage all entries in order; return the figures of each, for the records.
 
         Raises:
@@ -124,7 +125,7 @@ class NodeStaging:
         if self._progress is not None:
             self._progress(done, files, all_bytes, all_files)
 
-    def _stage(self, entry: StageOptions) -> dict[str, Any]:
+    def _stage(self, entry: StageOptions) -> StageRecord:
         request = entry.request
         self._note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
@@ -204,9 +205,9 @@ class NodeStaging:
         return delay
 
 
-def figures_of(result: StageResult) -> dict[str, Any]:
+def figures_of(result: StageResult) -> StageRecord:
     """Return the figures of one entry on one node for the records; empty ones are left out."""
-    figures: dict[str, Any] = {
+    figures: StageRecord = {
         "name": result.name,
         "path": result.path,
         "bytes": result.bytes,
@@ -217,9 +218,10 @@ def figures_of(result: StageResult) -> dict[str, Any]:
         "reused": result.reused,
         "kept": result.kept,
     }
-    optional = {
-        "digest": result.digest,
-        "private": result.private,
-        "evicted": list(result.evicted),
-    }
-    return {**figures, **{name: value for name, value in optional.items() if value}}
+    if result.digest:
+        figures["digest"] = result.digest
+    if result.private:
+        figures["private"] = result.private
+    if result.evicted:
+        figures["evicted"] = list(result.evicted)
+    return figures

@@ -359,6 +359,7 @@ class StageRecord(_Stage, total=False):
     digest: str
     private: str  # why later jobs cannot reuse it
     evicted: list[str]  # sources that were removed to make room
+    waited_seconds: float  # of the first entry: for other tasks of the array
 
 
 class BindingRecord(TypedDict, total=False):

@@ -46,8 +46,9 @@ from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.supply import Supply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from multiprocessing.connection import Connection
+    from typing import TypeAlias
 
     from hpml_orchestrator.staging.copy import CopyOptions
     from hpml_orchestrator.staging.faults import Retry
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import LocalSupply
+
+    Body: TypeAlias = Any  # what a message carries besides bytes, by its word
 
 __all__ = ["Follower", "Head"]
 
@@ -87,11 +90,11 @@ class _Member(Supply):
         super().__init__(request)
         self._place = place
         self._secret = secret
-        self._inbox: queue.Queue[tuple[Any, str, Any, bytes]] = queue.Queue(_MOST_MESSAGES)
+        self._inbox: queue.Queue[tuple[Body, str, Body, bytes]] = queue.Queue(_MOST_MESSAGES)
         self._listener: Listener | None = None
         self._up: Link | None = None
         self._down: Link | None = None
-        self._said: dict[str, Any] = {}  # by the neighbours: word and body
+        self._said: dict[str, Body] = {}  # by the neighbours: word and body
         self._later: list[Buffer] = []  # for the node behind, until it has come
         self._writer: ChunkWriter | None = None
         self._plan: Plan | None = None
@@ -136,7 +139,7 @@ class _Member(Supply):
         up = [index - 1] if index and self._up is None else []
         return up + ([index + 1] if not self._place.is_last and self._down is None else [])
 
-    def _call(self, card: dict[str, Any]) -> str:
+    def _call(self, card: Mapping[str, Body]) -> str:
         """Connect to the node behind; returns what went wrong."""
         place, name = self._place, str(card.get("node"))
         address, port = str(card.get("address")), int(card.get("port") or 0)
@@ -182,7 +185,7 @@ class _Member(Supply):
                 self._take(*message)
                 message = self._inbox.get_nowait()
 
-    def _take(self, link: Link | None, word: str, body: Any, message: bytes) -> None:
+    def _take(self, link: Link | None, word: str, body: Body, message: bytes) -> None:
         if word == "caller":
             connection, name = body
             if self._up is None:
@@ -209,7 +212,7 @@ class _Member(Supply):
             with contextlib.suppress(BrokenLinkError):
                 self._send(link, "fail", reason)
 
-    def _wait_for(self, word: str) -> Any:
+    def _wait_for(self, word: str) -> Body:
         """Return the body of a word, once a neighbour has sent it; see `_listen`."""
         while word not in self._said:
             self._listen(_POLL_SECONDS)

@@ -101,7 +101,7 @@ def is_directory(path: str) -> bool:
 def request_error(name: str, source: str, error: BaseException) -> BaseException:
     """Return the error of a request that an error of the system, or of a record, becomes.
 
-    Any other error stays what it is.
+    object other error stays what it is.
     """
     if isinstance(error, (StagingError, InputError)):
         return error

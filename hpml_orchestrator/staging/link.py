@@ -26,7 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, StagingError
 from hpml_orchestrator.records.files import read_text, write_text
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.hashing import Buffer
 
-    Inbox = queue.Queue[tuple[Any, str, Any, bytes]]
+    Inbox = queue.Queue[tuple[object, str, object, bytes]]
     # of (link, word, body, message as it came): "data" has file contents, "lost" the reason why
     # nothing more comes, and "caller" the connection and name of the node before
 
@@ -128,7 +128,7 @@ class Place:
             raise RecordError(f"cannot write {directory}: {error.strerror}") from error
         write_text(f"{self.path}.{what}", json.dumps(record), mode=0o600)
 
-    def read(self, what: str) -> dict[str, Any] | None:
+    def read(self, what: str) -> dict[str, object] | None:
         """Return a record; None until it is there."""
         with contextlib.suppress(OSError):
             # NFS caches "no such file" for up to a minute, until the directory is opened
@@ -139,7 +139,7 @@ class Place:
             return None
         return found if isinstance(found, dict) else None
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> dict[str, object]:
         """Return the first node's record, once it is there.
 
         Raises:
@@ -368,7 +368,7 @@ class Link:
                 raise TimeoutError
             began = now
 
-    def _deliver(self, word: str, body: Any, message: bytes) -> None:
+    def _deliver(self, word: str, body: object, message: bytes) -> None:
         while word != "beat" and not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._inbox.put((self, word, body, message), timeout=_POLL_SECONDS)
@@ -385,13 +385,13 @@ class Link:
         self._reader.join(_CLOSE_SECONDS)
 
 
-def packed(secret: bytes, word: str, body: Any = None) -> bytes:
+def packed(secret: bytes, word: str, body: object = None) -> bytes:
     """Return a control message with its digest."""
     data = pickle.dumps((word, body), protocol=4)
     return _CONTROL + hmac.digest(secret, data, "sha256") + data
 
 
-def _unpacked(secret: bytes, message: bytes) -> tuple[str, Any]:
+def _unpacked(secret: bytes, message: bytes) -> tuple[str, object]:
     """Return the word and body of a message.
 
     Raises:

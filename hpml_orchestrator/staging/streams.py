@@ -143,7 +143,7 @@ def drop_pages(path: str) -> None:
             os.close(fd)
 
 
-def decompressed(file: ArchiveFile, raw: Any) -> IO[bytes]:
+def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
     """Return what a compressed file holds; going back begins anew, or is impossible.
 
     Args:
