@@ -25,18 +25,14 @@ from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from training_jobs.hpml_channel import Channel
-    from training_jobs.hpml_checkpoint import Checkpoints, Ranks, StopAgreement
-else:
-    from hpml_channel import Channel
-    from hpml_checkpoint import Checkpoints, StopAgreement
+from hpml_channel import Channel
+from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
 
 BATCH = 4  # samples per rank and step
 STEPS_PER_EPOCH = 250

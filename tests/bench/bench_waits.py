@@ -19,20 +19,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from training_jobs import hpml_waits, images_model
-else:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
-    import images_model
+sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
+import images_model
 
-    import hpml_waits
+import hpml_waits
 
 GOAL_PERCENT = 0.1
 RANKS, STEPS = 2, 50

@@ -27,17 +27,14 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import PIL.Image
 
 STARTED = time.perf_counter()
-if TYPE_CHECKING:
-    from training_jobs import ddp_images, hpml_checkpoint
-else:
-    import ddp_images
+import ddp_images
 
-    import hpml_checkpoint
+import hpml_checkpoint
 
 
 def faults_of(words: list[str]) -> dict[str, float]:
