@@ -102,7 +102,7 @@ class Training:
         inputs = self.inputs[indices] + 0.01 * torch.randn(BATCH, WIDTH)
         loss = nn.functional.mse_loss(self.model(inputs), self.targets[indices])
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         parameters = list(self.model.parameters())
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         dist.all_reduce(flat)

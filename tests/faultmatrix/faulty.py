@@ -27,14 +27,19 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 
 STARTED = time.perf_counter()
-import ddp_images
+if TYPE_CHECKING:
+    import ddp_images
 
-import hpml_checkpoint
+    import hpml_checkpoint
+else:
+    import ddp_images
+
+    import hpml_checkpoint
 
 
 def faults_of(words: list[str]) -> dict[str, float]:
