@@ -81,7 +81,7 @@ class Channel:
                 with suppress(KeyError, ValueError):
                     channel._who[name] = int(os.environ[variable])
         if channel._socket is not None:
-            channel._send("hello", "hello", _write_stacks_on_signal())
+            channel._send("hello", "hello", data=_write_stacks_on_signal())
         return channel
 
     def event(self, event: str, **data: object) -> None:
@@ -92,7 +92,7 @@ class Channel:
         `checkpoint(step=, seconds=, size_bytes=)`, `stopping(step=)` or `link(name=, url=)`. `step`
         counts optimizer steps over all restarts. Counters wait until the warm-up's steps are done.
         """
-        self._send("event", event, data)
+        self._send("event", event, data=data)
         if event == "warm-up":
             steps = _amount(data.get("steps")) or 0
             self._warm_until, self._first = self._totals["steps_total"] + steps, True
@@ -142,7 +142,7 @@ class Channel:
 
     def result(self, **data: object) -> None:
         """Send the final figures of the training, such as `test_accuracy`; from one rank only."""
-        self._send("result", "evaluation", data)
+        self._send("result", "evaluation", data=data)
 
     def close(self) -> None:
         """Send the last counters and gauges, with the time of the counters, and what is unsent."""
@@ -182,17 +182,15 @@ class Channel:
             data["helper_cpu_seconds_total"] = max(0.0, used - ran / 1e9)
         buckets = {str(i): count for i, count in enumerate(self._buckets) if count}
         more = {"step_buckets": buckets} if buckets else {}
-        self._send("event", "step", data, keep=keep, time=self._counted_at, **more)
+        self._send("event", "step", data=data, keep=keep, time=self._counted_at, **more)
 
-    def _send(
-        self, kind: str, event: str, data: object, *, keep: bool = True, **more: object
-    ) -> None:
+    def _send(self, kind: str, event: str, *, keep: bool = True, **more: object) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
         if self._socket is None:
             return
         who = {"time": time.time(), **self._who, "pid": os.getpid()}
         with suppress(Exception):  # a value of the user's own type may raise anything
-            datagram = _encode({"v": 1, "type": kind, "event": event, **who, "data": data, **more})
+            datagram = _encode({"v": 1, "type": kind, "event": event, **who, **more})
             if len(datagram) <= MAX_DATAGRAM_BYTES:
                 self._unsent.append(datagram)
                 if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):

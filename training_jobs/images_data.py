@@ -6,16 +6,18 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from hpml_channel import Channel
+from hpml_checkpoint import Ranks
 
 TEST_PART = 5  # every fifth image of a class is for testing
 
@@ -24,13 +26,13 @@ class JobError(Exception):
     """Something that the user can mend; the message is one line."""
 
 
-def raise_together(ranks: Any, problem: str) -> None:
+def raise_together(ranks: Ranks, problem: str) -> None:
     """Raise a JobError on all ranks if one of them has a problem: otherwise the others wait."""
     if problems := [*filter(None, ranks.gather(problem))]:
         raise JobError(problems[0])
 
 
-def report(result: dict[str, Any], channel: Any, output: Path | None) -> None:
+def report(result: Mapping[str, object], channel: Channel, output: Path | None) -> None:
     """Report the result of a training, and write it to result.json in a directory."""
     channel.result(**result)
     if output is not None:
@@ -106,7 +108,7 @@ class ImageData:
 
     Args:
         options: has data, output, profile (may be missing), batch_size, workers and seed.
-        ranks: of hpml_checkpoint.py, or another object with rank, world_size and gather.
+        ranks: of hpml_checkpoint.py.
         device: that the images are for.
 
     Attributes:
@@ -119,7 +121,7 @@ class ImageData:
         JobError: the data or a directory cannot be used; on all ranks.
     """
 
-    def __init__(self, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._seed, self._batch_size = ranks, options.seed, options.batch_size
         self._order: list[int] = []
         self.problem = ""
@@ -168,13 +170,15 @@ class ImageData:
         """
         return self._batches(self._test)
 
-    def _batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(
+        self, loader: DataLoader[tuple[Tensor, int, str]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels, problems in loader:
             self.problem = self.problem or next(filter(None, problems), "")
             yield images, labels
 
 
-def order_of(epoch: int, images: int, seed: int, ranks: Any) -> list[int]:
+def order_of(epoch: int, images: int, seed: int, ranks: Ranks) -> list[int]:
     """Return this rank's share of an epoch's order, which depends on the seed and the epoch alone.
 
     Ranks take turns; the few images that do not go round are left out of this epoch, so that all
