@@ -50,8 +50,8 @@ NUMBERS = {  # options that are numbers: default, least, help
     "timeout-seconds": (600, 1, "how long a rank waits for others"),
 }
 # A checkpoint with other settings is refused. It has these parts of a run, and the position.
-SAME = "model width dropout epochs batch_size lr lr_warmup_epochs seed".split()
-PARTS = "network optimizer scaler".split()
+SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_epochs", "seed"]
+PARTS = ["network", "optimizer", "scaler"]
 POSITION = {  # `run.at`, the position, which counts over all restarts
     "epochs": 0, "step": 0, "test_accuracy": None, "seconds_to_accuracy": None,
     "train_seconds": 0.0, "evaluation_seconds": 0.0, "checkpoint_seconds": 0.0,

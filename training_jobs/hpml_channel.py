@@ -39,7 +39,7 @@ from typing import Any
 __all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
 MAX_DATAGRAM_BYTES, STEP_EVERY_SECONDS = 8192, 1.0
-ALWAYS_SENT = "samples_total steps_total data_wait_seconds_total step_seconds_total".split()
+ALWAYS_SENT = ["samples_total", "steps_total", "data_wait_seconds_total", "step_seconds_total"]
 CLOSE_WAITS, UNSENT_EVENTS = 100, 64  # the waits of 5 ms
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts either

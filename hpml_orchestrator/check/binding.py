@@ -130,13 +130,14 @@ def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
     cores = shape.cores if all_cores else -(-ranks * resources.cpus_per_rank // per_core)
     if cores >= ranks * (1 + workers):
         return
-    where = f" on {shape.name}" * bool(shape.name)
+    where = f" on {shape.name}" if shape.name else ""
     if cores < ranks:
         message = f"{ranks} ranks get {counted(cores, 'core')}{where}, so that some share one"
     else:
         message = f"each rank gets {counted(cores // ranks, 'core')}{where} and needs {1 + workers}"
         message += f": its own and those of {counted(workers, 'loader worker')}"
-    message += f"; Slurm counts {per_core} CPUs for each there" * (per_core > 1)
+    if per_core > 1:
+        message += f"; Slurm counts {per_core} CPUs for each there"
     limit = (1 + workers) * per_core
     hint = "request fewer ranks or loader workers" if all_cores else f"`cpus_per_rank: {limit}`"
     name = cpus_field(job)

@@ -210,7 +210,8 @@ def _access_findings(placement: Placement, selection: AccountSelection) -> Itera
     rules = {"account": ("account", *accounts), "qos": ("QOS", *qos)}
     for option, (label, name, allowed, denied) in rules.items():
         message = f"partition {partition.name} is not open to {label} {name}"
-        message += ", which you have by default" * (not getattr(resources, option))
+        if not getattr(resources, option):
+            message += ", which you have by default"
         if name and allowed is not None and not _among(name, allowed):
             message += f"; it takes {first_few(allowed)}"
             yield placement.request.fault(f"partition.{option}", option, message, list(allowed))

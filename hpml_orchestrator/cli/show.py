@@ -166,8 +166,8 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
         typer.echo(f"{name:<10} {text}")
 
 
-COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())
-_OPTIONAL = tuple("THREADS DISTANCE CORES NIC NUMA CPUS GPU".split())
+COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "CORES", "NUMA", "DISTANCE", "NIC", "THREADS", "STATUS")
+_OPTIONAL = ("THREADS", "DISTANCE", "CORES", "NIC", "NUMA", "CPUS", "GPU")
 _ALL_RANKS = 16
 """With more ranks only those that are not bound as planned are shown."""
 
@@ -231,4 +231,4 @@ def _where(places: list[Place]) -> str:
     nodes = list(dict.fromkeys(place.node for place in places))
     at = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
     ranks = format_list(place.rank for place in places if place.rank >= 0) or "?"
-    return f"rank{'s' * (len(places) > 1)} {ranks} ({at})"
+    return f"{'rank' if len(places) == 1 else 'ranks'} {ranks} ({at})"

@@ -25,7 +25,7 @@ from hpml_orchestrator.convert.resources import (
     known_variables,
 )
 from hpml_orchestrator.convert.values import HOLE, Values, has_hole, shown
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.spec.job import Job, Resources
 from hpml_orchestrator.spec.values import format_time, size_text
 
@@ -158,7 +158,7 @@ class _Import:
         shown_name = "".join(c if c.isprintable() else "\ufffd" for c in self.name)
         comments = [f"Made from {shown_name} by hpml import; relative paths count from this file."]
         if lost:
-            comments.append(f"Not carried over: {lost} line{'s' * (lost > 1)}, see `hpml import`.")
+            comments.append(f"Not carried over: {counted(lost, 'line')}, see `hpml import`.")
         return Imported(job, job_text(job, comments), findings)
 
     def _checked(self) -> dict[str, Any]:

@@ -31,7 +31,9 @@ __all__ = [
     "used_gpus",
 ]
 
-_HARDWARE_XIDS = frozenset("48 62 64 74 79 92 94 95 119 120 121 136 140 143".split())
+_HARDWARE_XIDS = frozenset(
+    ["48", "62", "64", "74", "79", "92", "94", "95", "119", "120", "121", "136", "140", "143"]
+)
 _HALF = 0.5
 _EXPLAINED = 0.10
 _LITTLE = 0.6

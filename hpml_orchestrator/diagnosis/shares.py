@@ -217,7 +217,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 1, 2 and 5 more`."""
     shown = ", ".join(str(rank) for rank in sorted(ranks)[:_SHOWN])
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def nodes_text(nodes: Sequence[str]) -> str:

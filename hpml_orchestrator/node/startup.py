@@ -21,6 +21,7 @@ from hpml_orchestrator.errors import (
     InputError,
     NotFoundError,
     StagingError,
+    counted,
 )
 from hpml_orchestrator.node.environment import node_name
 from hpml_orchestrator.placement.report import plan_lines
@@ -297,9 +298,9 @@ def _report_ready(ready: list[Marker]) -> None:
     slowest = max(float(marker.get("seconds", 0.0)) for marker in ready)
     staged = ""
     if files:
-        staged = f", staged {files} file{'s' * (files != 1)}, {size} bytes, slowest {slowest:.2f} s"
+        staged = f", staged {counted(files, 'file')}, {size} bytes, slowest {slowest:.2f} s"
     placed = [(str(marker["node"]), marker["placed"]) for marker in ready if "placed" in marker]
-    lines = [f"{len(ready)} node{'s' * (len(ready) > 1)} ready{staged}", *plan_lines(placed)]
+    lines = [f"{counted(len(ready), 'node')} ready{staged}", *plan_lines(placed)]
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
 
 

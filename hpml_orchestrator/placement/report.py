@@ -79,10 +79,11 @@ def by_sentence(warnings: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
     for node, sentences in warnings:
         for sentence in dict.fromkeys(sentences):
             nodes.setdefault(sentence, []).append(node)
-    return [
-        f"{where[0]}{f' and {len(where) - 1} more' * (len(where) > 1)}: {sentence}"
-        for sentence, where in nodes.items()
-    ]
+    lines = []
+    for sentence, where in nodes.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        lines.append(f"{where[0]}{more}: {sentence}")
+    return lines
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

@@ -241,9 +241,11 @@ class Store:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
         submissions = list(self.submissions())
         if word == "last" and all(submission.started_by for submission in submissions):
-            but = " but those that hpml started itself" if submissions else ""
-            hint = "start one with `hpml run`" + "; `hpml list` shows all" * bool(but)
-            raise NotFoundError(f"no runs under {self.root} yet{but}", hint=hint)
+            message, hint = f"no runs under {self.root} yet", "start one with `hpml run`"
+            if submissions:
+                message += " but those that hpml started itself"
+                hint += "; `hpml list` shows all"
+            raise NotFoundError(message, hint=hint)
         match = _named(submissions, word, exact_name=exact_name)
         task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
         if match is None and task is not None:

@@ -29,7 +29,19 @@ is for the page cache, for other jobs, and for what the job did not foresee."""
 
 _PAGE_BYTES = 4096
 _ANY_BYTES = 1 << 62
-_COMPRESSED = tuple(".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .zstd .tzst .lz4".split())
+_COMPRESSED = (
+    ".gz",
+    ".tgz",
+    ".xz",
+    ".bz2",
+    ".txz",
+    ".tbz2",
+    ".tbz",
+    ".zst",
+    ".zstd",
+    ".tzst",
+    ".lz4",
+)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _NEEDED_CALLS = {
 }
 """What a script must call, by the block that does."""
 
-_HPML_OPTIONS = NEEDED_DIRECTIVES | set("comment error gpus gpus-per-node ntasks wrap".split())
+_HPML_OPTIONS = NEEDED_DIRECTIVES | {"comment", "error", "gpus", "gpus-per-node", "ntasks", "wrap"}
 """Options that a template may not set: hpml finds the job by them, or counts its ranks."""
 
 # The end of a block in the middle of a line: Jinja2 would glue hpml's next line to it.

@@ -75,7 +75,7 @@ class Profile:
         """Return what was found, for people: a few lines."""
         cluster, known = self.cluster, self.to_json()
         partitions = [
-            partition.name + f" ({partition.state})" * (partition.state != "UP")
+            partition.name if partition.state == "UP" else f"{partition.name} ({partition.state})"
             for partition in cluster.partitions
         ]
         kinds = first_few([f"{len(group.nodes)} {group.name}" for group in self.groups])

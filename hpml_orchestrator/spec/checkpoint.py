@@ -54,8 +54,8 @@ def _signal(value: Any) -> Any:
     allowed = f"must be one of {', '.join(SIGNALS)}"
     if number is not None or name.isdecimal():
         numbers = {int(getattr(signal, f"SIG{known}")): known for known in SIGNALS}
-        meant = numbers.get(int(name), "")
-        raise ValueError(f"{allowed}, by name" + f": {name} is {meant}" * bool(meant))
+        meant = f": {name} is {numbers[int(name)]}" if int(name) in numbers else ""
+        raise ValueError(f"{allowed}, by name{meant}")
     if name in _UNSTOPPABLE:
         raise ValueError(f"{allowed}: no program can handle {name}, so nothing would be saved")
     if name not in SIGNALS:

@@ -78,7 +78,8 @@ def _dumped(value: Any, *, flow: bool) -> str:
     writer.allow_unicode = True
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.dump(value, stream)
-    return stream.getvalue().rstrip("\n") + "\n" * (not flow)
+    text = stream.getvalue().rstrip("\n")
+    return text if flow else f"{text}\n"
 
 
 def _compose(text: str) -> Node:

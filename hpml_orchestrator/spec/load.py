@@ -300,7 +300,7 @@ def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_
 def _names_nothing(shown: str, meant: str) -> str:
     root = shown.strip("{ }").partition(".")[0].lower()
     advice = f"did you mean {{{meant}}}?" if meant else _ADVICE.get(root, "")
-    return f"{shown} names nothing" + f"; {advice}" * bool(advice)
+    return f"{shown} names nothing; {advice}" if advice else f"{shown} names nothing"
 
 
 def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ignores_arguments"]
 
-_SHELLS = frozenset("bash dash ksh sh zsh".split())
-_WITH_VALUE = frozenset("-o +o -O +O --rcfile --init-file".split())
+_SHELLS = frozenset(["bash", "dash", "ksh", "sh", "zsh"])
+_WITH_VALUE = frozenset(["-o", "+o", "-O", "+O", "--rcfile", "--init-file"])
 _SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-S\s+)?)?(?:bash|dash|ksh|sh|zsh)\b")
 # What uses the arguments of a shell program: $@, ${1}, shift, `for x; do`, a file that is sourced.
 _POSITIONAL = re.compile(

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.errors import InputError, StagingError, counted
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.chain import Follower, Head
 from hpml_orchestrator.staging.copy import CopyOptions
@@ -120,7 +120,7 @@ def choose(
     seconds = {
         one: seconds_of(one, size=size, files=files, nodes=nodes, rates=known) for one in METHODS
     }
-    of_what = f"{human_bytes(size)} in {files} file{'s' * (files != 1)} to {nodes} nodes"
+    of_what = f"{human_bytes(size)} in {counted(files, 'file')} to {nodes} nodes"
     if nodes == 1:
         return Way("shared", "there is one node: it reads for itself", seconds)
     if wanted != "auto":

@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 __all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "metric", "shown_name"]
 
 MetricType = Literal["counter", "gauge", "info", "histogram"]
-_UNITS = frozenset("seconds bytes ratio joules watts celsius hertz".split())
+_UNITS = frozenset(["seconds", "bytes", "ratio", "joules", "watts", "celsius", "hertz"])
 _SUFFIX = {"counter": "_total", "info": "_info"}
 
 

@@ -101,7 +101,8 @@ def read_binding(
     line = ""
     if proofs or unreadable or records or (asked is not None and had_ranks):
         line, bad = _line(proofs, unreadable, asked, total, verified, over=ended is not None)
-        line += "; the job failed for it (verify: strict)" * (bad and failed)
+        if bad and failed:
+            line += "; the job failed for it (verify: strict)"
     wrong = not all(proof.right for proof in proofs)
     ordered = sorted(places.values(), key=lambda place: (place.rank, place.node, place.local_rank))
     return BindingReport(

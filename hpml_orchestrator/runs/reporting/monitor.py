@@ -239,7 +239,8 @@ def _gpu_text(node: Monitored, gpu: Gpu) -> str:
             parts.append(f"{what} {gpu.figures[name]:.0%}")
     if "memory_peak_bytes" in gpu.figures:
         most = human_bytes(gpu.figures["memory_peak_bytes"])
-        parts.append(f"{most} of memory at most{' on one' * (len(node.gpus) > 1)}")
+        each = " on one" if len(node.gpus) > 1 else ""
+        parts.append(f"{most} of memory at most{each}")
     if gpu.figures.get("energy_joules"):
         parts.append(f"{gpu.figures['energy_joules'] / JOULES_PER_KWH:.3g} kWh")
     unused = node.figures.get("gpus_allocated", 0.0) - node.figures.get("gpus_used", 0.0)

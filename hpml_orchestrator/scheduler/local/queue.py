@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.errors import RecordError, counted
 from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.scheduler.local.processes import (
     SUPERVISOR_MARK,
@@ -75,7 +75,7 @@ class Queue:
             elif None in met:
                 self._reasons[job.number] = "Dependency"
             elif limit and running[job.directory] >= limit:
-                reason = f"Priority: the array runs {limit} task{'s' * (limit != 1)} at once"
+                reason = f"Priority: the array runs {counted(limit, 'task')} at once"
                 self._reasons[job.number] = reason
             else:
                 if self.line:
