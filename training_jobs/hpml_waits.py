@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     Averaged = torch.futures.Future[torch.Tensor]
     Hook = Callable[..., Averaged]  # gets the state and a bucket of gradients
-    Tracing = profile | nullcontext[SimpleNamespace]
 
 __all__ = ["Waits", "measure_waits", "trace_steps"]
 
@@ -227,7 +226,9 @@ def _average(group: dist.ProcessGroup, bucket: GradBucket) -> Averaged:
     return averaged
 
 
-def trace_steps(directory: Path | None, rank: int, *, after: int) -> Tracing:
+def trace_steps(
+    directory: Path | None, rank: int, *, after: int
+) -> profile | nullcontext[SimpleNamespace]:
     """Return a context that traces five steps for `hpml report`; without a directory, none.
 
     Its `step` ends a step. Mark steps with `torch.profiler.record_function("hpml.step")`, and in

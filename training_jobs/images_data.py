@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +18,36 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hpml_channel import Channel
-from hpml_checkpoint import Ranks
+from hpml_checkpoint import Checkpoints, Ranks
 
 TEST_PART = 5  # every fifth image of a class is for testing
+# A checkpoint with other settings is refused.
+SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_epochs", "seed"]
 
 
 class JobError(Exception):
     """Something that the user can mend; the message is one line."""
+
+
+@dataclass
+class Position:
+    """How far a training of ddp_images.py is; all of it counts over all restarts."""
+
+    epochs: int = 0
+    step: int = 0
+    test_accuracy: float | None = None
+    seconds_to_accuracy: float | None = None
+    train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    steady_seconds: float = 0.0  # of this rank, after the warm-up
+    steady_samples: int = 0
+
+
+def say(ranks: Ranks, text: str) -> None:
+    """Print a line, on rank 0 only."""
+    if ranks.rank == 0:
+        print(text, flush=True)
 
 
 def raise_together(ranks: Ranks, problem: str) -> None:
@@ -108,7 +132,7 @@ class ImageData:
 
     Args:
         options: has data, output, profile (may be missing), batch_size, workers and seed.
-        ranks: of hpml_checkpoint.py.
+        ranks: of hpml_checkpoint.py, or another object with rank, world_size and gather.
         device: that the images are for.
 
     Attributes:
@@ -187,3 +211,14 @@ def order_of(epoch: int, images: int, seed: int, ranks: Ranks) -> list[int]:
     random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: list[int] = torch.randperm(images, generator=random).tolist()
     return order[ranks.rank : images - images % ranks.world_size : ranks.world_size]
+
+
+def checkpoints_of(
+    options: argparse.Namespace, data: ImageData, channel: Channel, ranks: Ranks
+) -> Checkpoints | None:
+    """Return the checkpoints of a training, if there is a directory for them."""
+    if options.checkpoint is None:
+        return None
+    job = {name: getattr(options, name) for name in SAME}
+    job.update(world_size=ranks.world_size, train_images=data.train_images)
+    return Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
