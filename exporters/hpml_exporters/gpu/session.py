@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hpml_exporters.gpu.devices import Device, discover
 from hpml_exporters.gpu.events import XidEvents
