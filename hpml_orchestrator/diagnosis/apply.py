@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.schema import JobFields
 
 __all__ = [
     "Chosen",
@@ -23,7 +26,6 @@ __all__ = [
 ]
 
 _SHORT_FORMS = {"binding": "policy", "monitor": "enabled", "checkpoint": "enabled"}
-_ARGUMENTS = ("args", "command")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Made:
     finding: Finding  # what it is made for
     change: Change  # the change
     # Every field of the job that it sets, with the value; None removes the field
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
     @property
     def reason(self) -> str:
@@ -51,7 +53,7 @@ class Chosen:
     left: Sequence[str] = ()
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """All fields that are set, with their values."""
         return {name: value for one in self.made for name, value in one.fields.items()}
 
@@ -100,17 +102,16 @@ def next_step(diagnosis: Diagnosis) -> str:
     job, run = diagnosis.facts.job, diagnosis.facts.run
     if diagnosis.facts.failed and not diagnosis.findings:
         return f"hpml logs {run}"
-    variables = (job.get("environment") or {}).get("variables") or {}
+    variables = job["environment"]["variables"]
     if not run or "SUBMITIT_EXECUTOR" in variables or not choose_changes(diagnosis).made:
         return ""
-    own = job.get("checkpoint") or {}
-    directory = str(own.get("directory") or "")
+    directory = job["checkpoint"]["directory"]
     per_run = any(one in directory for one in ("{run.id}", "{array.index}"))
-    shares = own.get("enabled") and directory.startswith("/") and not per_run
+    shares = job["checkpoint"]["enabled"] and directory.startswith("/") and not per_run
     return f"hpml report {run} --apply tuned.yaml{'' if shares else ', or --try'}"
 
 
-def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
+def fields_of(job: JobFields, change: Change) -> dict[str, object]:
     """Return the fields that a change sets, with those that must follow it.
 
     Data that are staged newly reach the program only if its arguments name the copy, so the path of
@@ -130,9 +131,9 @@ def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
     return {name: value for field in fields.items() for name, value in _entries(job, *field)}
 
 
-def _entries(job: Mapping[str, Any], name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(job: JobFields, name: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the entries of a list that change; the whole field if it is not a list, or shorter."""
-    old: Any = job
+    old: object = job
     for part in name.split("."):
         old = old.get(part) if isinstance(old, dict) else None
     if not (isinstance(value, list) and isinstance(old, list) and len(value) >= len(old) > 0):
@@ -143,27 +144,26 @@ def _entries(job: Mapping[str, Any], name: str, value: Any) -> Iterator[tuple[st
             yield f"{name}.{index}", entry
 
 
-def _stages(job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    entries = [entry for entry in job.get("stage") or () if isinstance(entry, Mapping)]
-    return [(str(entry["name"]), str(entry["source"])) for entry in entries]
+def _stages(job: JobFields) -> list[tuple[str, str]]:
+    return [(entry["name"], entry["source"]) for entry in job["stage"]]
 
 
-def _staged_arguments(job: Mapping[str, Any], stage: tuple[str, str]) -> dict[str, Any]:
+def _staged_arguments(job: JobFields, stage: tuple[str, str]) -> dict[str, object]:
     """Return the fields in which the path of staged data must become that of the copy."""
     name, source = stage
     word = f"{{stage.{name}}}"
-    workdir = str(job.get("workdir") or "")
-    given = {key: job.get(key) for key in _ARGUMENTS}
-    variables: Mapping[str, str] = (job.get("environment") or {}).get("variables") or {}
-    given |= {f"environment.variables.{key}": value for key, value in variables.items()}
+    workdir = job["workdir"]
+    given: dict[str, str | list[str] | None] = {"args": job["args"], "command": job["command"]}
+    for key, value in job["environment"]["variables"].items():
+        given[f"environment.variables.{key}"] = value
     if any(word in str(value) for value in given.values()):
         return {}
-    fields: dict[str, Any] = {}
-    for key, value in given.items():
-        words = [value] if isinstance(value, str) else list(value or ())
-        replaced = [_with_copy(one, source, word, workdir) for one in words]
-        if replaced != words:
-            fields[key] = replaced[0] if isinstance(value, str) else replaced
+    fields: dict[str, object] = {}
+    for field, words in given.items():
+        listed = [words] if isinstance(words, str) else list(words or ())
+        replaced = [_with_copy(one, source, word, workdir) for one in listed]
+        if replaced != listed:
+            fields[field] = replaced[0] if isinstance(words, str) else replaced
     if not fields:
         raise InputError(
             f"no argument of the program is {source}, so it would not read the copy; give it "
@@ -185,13 +185,13 @@ def _with_copy(word: str, source: str, copied: str, workdir: str) -> str:
     return word
 
 
-def changed_job(job: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def changed_job(job: JobFields, fields: Mapping[str, object]) -> JobFields:
     """Return a job with other values of some fields; None removes a field.
 
     Raises:
         InputError: a list has no such entry.
     """
-    changed = copy.deepcopy(dict(job))
+    changed = copy.deepcopy(job)
     for name, value in fields.items():
         here: Any = changed
         *path, last = _spelled_out(name, value).split(".")
@@ -208,7 +208,7 @@ def changed_job(job: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
     return changed
 
 
-def _key(here: Any, part: str, name: str) -> Any:
+def _key(here: object, part: str, name: str) -> str | int:
     if isinstance(here, dict):
         return part
     if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
@@ -216,13 +216,13 @@ def _key(here: Any, part: str, name: str) -> Any:
     raise InputError("the job has no such field", field=name)
 
 
-def _spelled_out(name: str, value: Any) -> str:
+def _spelled_out(name: str, value: object) -> str:
     """Return the inner field that a short form sets: `binding: numa` is `binding.policy`."""
     inner = _SHORT_FORMS.get(name)
     return f"{name}.{inner}" if inner and isinstance(value, (str, bool)) else name
 
 
-def _overlap(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _overlap(one: Iterable[str], other: Iterable[str]) -> bool:
     return any(_is_in(a, b) or _is_in(b, a) for a in one for b in other)
 
 
@@ -230,7 +230,7 @@ def _is_in(name: str, around: str) -> bool:
     return f"{name}.".startswith(f"{around}.")
 
 
-def differences(new: Any, old: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+def differences(new: object, old: object, field: str = "") -> Iterator[tuple[str, object]]:
     """Yield the fields of a job in which it differs from another one, with their values.
 
     Lists are compared entry by entry if they are as long, else as a whole.

@@ -300,7 +300,7 @@ def _free_cpus(facts: Facts, nodes: Sequence[str]) -> list[Change]:
     if more := more_cpus(facts, cpus_per_rank(facts) + 1):
         text = f"ask for {more} CPUs per rank, for its threads and loader workers"
         changes.append(Change(text, "resources.cpus_per_rank", more))
-    if facts.on_slurm and not (facts.job.get("resources") or {}).get("exclusive"):
+    if facts.on_slurm and not facts.job["resources"]["exclusive"]:
         changes.append(Change("take nodes without other jobs", "resources.exclusive", True))
     where = nodes_text(list(filter(None, nodes))) or "the nodes"
     see = "" if facts.over else f" (`hpml attach {facts.run} -- top` shows them)"
@@ -350,7 +350,7 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
         evidence.append(slow.how)
     elif shared and (whole := train_share(facts)):
         saves = (1 - min(shared.values())) * whole
-    policy = (facts.job.get("binding") or {}).get("policy")
+    policy = facts.job["binding"]["policy"]
     changes = []
     if policy == "none":
         changes.append(Change("have hpml bind the ranks", "binding.policy", "gpu-local"))

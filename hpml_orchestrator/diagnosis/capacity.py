@@ -23,7 +23,7 @@ def cpus_busy(facts: Facts) -> float | None:
 
 def cpus_per_rank(facts: Facts) -> int:
     """Return how many CPUs the job asked for, for each rank."""
-    return int((facts.job.get("resources") or {}).get("cpus_per_rank") or 1)
+    return facts.job["resources"]["cpus_per_rank"]
 
 
 def more_cpus(facts: Facts, wanted: int) -> int | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.records.texts import first_few, human_bytes
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.schema import JobFields
 
 __all__ = ["differences", "doubts", "only_words", "value_text"]
 
@@ -30,7 +33,7 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
         names = [name(facts.job) for facts in (first, second)]
         if names[0] != names[1]:
             yield f"different {what}: {names[0]} and {names[1]}"
-    measured: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
+    measured: tuple[tuple[str, Callable[[Facts], object]], ...] = (
         ("ranks", lambda facts: facts.world_size or None),
         ("GPUs", lambda facts: facts.gpu_count),
         ("nodes", lambda facts: facts.node_count or None),
@@ -46,17 +49,16 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"only {facts.run} reports its steps"
 
 
-def _name(job: Mapping[str, Any]) -> str:
-    return str(job.get("name") or "-")
+def _name(job: JobFields) -> str:
+    return job["name"]
 
 
-def _program(job: Mapping[str, Any]) -> str:
+def _program(job: JobFields) -> str:
     """Return the script or module of a job, or its command up to the first option."""
-    for name in ("script", "module"):
-        if job.get(name):
-            return str(job[name]).rpartition("/")[2]
-    words = [str(word) for word in job.get("command") or ()]
-    return " ".join(words[: _first_option(words)]) or "-"
+    if named := job["script"] or job["module"]:
+        return named.rpartition("/")[2]
+    words = job["command"] or []
+    return " ".join(words[: _first_option(words)])
 
 
 def _first_option(words: Sequence[str]) -> int:
@@ -75,7 +77,11 @@ def differences(first: Facts, second: Facts) -> Iterator[str]:
         yield f"different arguments: {value_text(before)} and {value_text(after)}"
     for what, mine, theirs in (
         ("values of the sweep", first.values, second.values),
-        ("variables", _variables(first.job), _variables(second.job)),
+        (
+            "variables",
+            first.job["environment"]["variables"],
+            second.job["environment"]["variables"],
+        ),
     ):
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         texts = [
@@ -103,31 +109,26 @@ def _different_data(first: Facts, second: Facts) -> Iterator[str]:
         yield f"different numbers of samples: {counts[0]:,.0f} and {counts[1]:,.0f}"
 
 
-def _variables(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    variables: Mapping[str, Any] = (job.get("environment") or {}).get("variables") or {}
-    return variables
-
-
-def _sources(job: Mapping[str, Any]) -> dict[str, str]:
+def _sources(job: JobFields) -> dict[str, str]:
     """Return what is staged, by name."""
-    return {str(one.get("name")): str(one.get("source")) for one in job.get("stage") or ()}
+    return {one["name"]: one["source"] for one in job["stage"]}
 
 
-def _arguments(job: Mapping[str, Any]) -> list[str]:
+def _arguments(job: JobFields) -> list[str]:
     """Return the words after the program, with the source of staged data for its path there."""
     sources = _sources(job)
-    command = [str(word) for word in job.get("command") or ()]
-    words = [*command[_first_option(command) :], *map(str, job.get("args") or ())]
+    command = job["command"] or []
+    words = [*command[_first_option(command) :], *job["args"]]
     return [_STAGED.sub(lambda match: sources.get(match[1], match[0]), word) for word in words]
 
 
 def _same_words(
-    one: Sequence[str], job: Mapping[str, Any], other: Sequence[str], other_job: Mapping[str, Any]
+    one: Sequence[str], job: JobFields, other: Sequence[str], other_job: JobFields
 ) -> bool:
     """Whether words are equal, or name the same path below the directories of their jobs."""
 
-    def path(word: str, job: Mapping[str, Any]) -> str:
-        return posixpath.normpath(posixpath.join(str(job.get("workdir") or ""), word))
+    def path(word: str, job: JobFields) -> str:
+        return posixpath.normpath(posixpath.join(job["workdir"], word))
 
     return len(one) == len(other) and all(
         word == word_there or path(word, job) == path(word_there, other_job)
@@ -146,13 +147,13 @@ def _gpu_names(facts: Facts) -> str | None:
     return first_few(names) if names else None
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: object, second: object) -> bool:
     if isinstance(first, float) and isinstance(second, float):
         return abs(first - second) <= _EQUAL * max(first, second)
     return bool(first == second)
 
 
-def only_words(words: Sequence[Any], others: Sequence[Any]) -> str:
+def only_words(words: Sequence[object], others: Sequence[object]) -> str:
     """Return the words that the others do not have there, each with the option it belongs to."""
     mine, theirs = [str(word) for word in words], [str(word) for word in others]
     found: list[str] = []
@@ -164,7 +165,7 @@ def only_words(words: Sequence[Any], others: Sequence[Any]) -> str:
     return " … ".join(found)
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return a value as a job file has it; `-` for nothing."""
     if value is None or value == "" or value in ([], {}):
         return "-"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from hpml_orchestrator.diagnosis import comparable, parts
 from hpml_orchestrator.diagnosis.comparable import only_words, value_text
@@ -107,7 +106,7 @@ def compare(
     first: Diagnosis,
     second: Diagnosis,
     *,
-    written: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    written: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
 ) -> Comparison:
     """Compare two runs.
 
@@ -179,7 +178,7 @@ def _only_in(
 def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
     """Return why a kind of finding was not judged in a run; empty if it was."""
     facts = diagnosis.facts
-    if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job.get("stage")):
+    if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job["stage"]):
         return ""
     needs = {one.kind: f"it needs {one.needs}" for one in diagnosis.unknown}
     sources = [kind, *(["waits-for-data"] if kind in _OF_STEPS else [])]
@@ -212,7 +211,7 @@ def _headline(second: Facts, rows: Sequence[Row]) -> str:
 
 
 def _settings(
-    first: Facts, second: Facts, written: tuple[Mapping[str, Any], Mapping[str, Any]]
+    first: Facts, second: Facts, written: tuple[Mapping[str, object], Mapping[str, object]]
 ) -> Iterator[Row]:
     """Yield what differs of the code, the points of a sweep and the job files.
 
@@ -237,7 +236,7 @@ def _settings(
         yield Row("job file", name, value_text(before), value_text(after))
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Yield each field with its dotted name; entries of a list have their own name, or number."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
@@ -357,7 +356,7 @@ def _row(row: Row) -> Iterable[str]:
     yield f"  {row.name:<{_NAME}}{row.first:<{_VALUE}}{row.second:<14}{row.change_text}".rstrip()
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> dict[str, object]:
     """Return the comparison for programs."""
     return {
         "runs": [comparison.first.facts.run, comparison.second.facts.run],

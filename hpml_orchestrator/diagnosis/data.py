@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.capacity import (
@@ -25,8 +25,6 @@ from hpml_orchestrator.diagnosis.thresholds import (
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
 __all__ = ["host_to_device", "slow_staging", "slow_storage", "waits_for_data"]
@@ -89,7 +87,7 @@ def _possible(facts: Facts) -> float | None:
     """Return the measured read rate of what the data are on."""
     if facts.peaks is None:
         return None
-    targets = {str(stage.get("target")) for stage in facts.job.get("stage") or ()}
+    targets = {stage["target"] for stage in facts.job["stage"]}
     return facts.peaks.local_disk_read if targets == {"local"} else facts.peaks.shared_read
 
 
@@ -141,7 +139,7 @@ def _storage(facts: Facts) -> list[str]:
 
 def _changes(facts: Facts) -> list[Change]:
     """Return what helps ranks that wait for data, the most likely first."""
-    stages: Sequence[Mapping[str, Any]] = facts.job.get("stage") or ()
+    stages = facts.job["stage"]
     more = _workers(facts)
     if _storage_is_slow(facts) is False:
         return more
@@ -149,10 +147,10 @@ def _changes(facts: Facts) -> list[Change]:
     on_disk = [
         (index, stage)
         for index, stage in enumerate(stages)
-        if stage.get("target") not in ("shm", "auto")
+        if stage["target"] not in ("shm", "auto")
     ]
     for index, stage in on_disk[:1]:
-        name = stage.get("name")
+        name = stage["name"]
         size = next((one.bytes for one in facts.stages if one.name == name), None)
         if size is not None and fits_in_ram(facts, size, facts.memory_bytes):
             text = f"stage `{name}` to /dev/shm"
@@ -186,14 +184,14 @@ def _stage(facts: Facts) -> Change:
 def _workers(facts: Facts) -> list[Change]:
     """Return more loader workers, with the cores that they need and a node has."""
     cpus, busy = cpus_per_rank(facts), cpus_busy(facts)
-    args = [str(word) for word in facts.job.get("args") or ()]
+    args = facts.job["args"]
     is_free = busy is not None and busy < BUSY and cpus > 1
     more = None if is_free else more_cpus(facts, cpus + 2)
     wanted = {} if more is None else {"resources.cpus_per_rank": more}
     cores = "" if more is None else f" and {more} CPUs per rank"
     if not is_free and more is None:
-        stages = facts.job.get("stage") or ()
-        in_ram = bool(stages) and all(stage.get("target") == "shm" for stage in stages)
+        stages = facts.job["stage"]
+        in_ram = bool(stages) and all(stage["target"] == "shm" for stage in stages)
         if (busy is not None and busy >= BUSY) or (facts.node_cpus and in_ram):
             # another worker would take its time from the others
             return [Change("decode less while training: prepare the data once, before the job")]
@@ -243,10 +241,9 @@ def host_to_device(facts: Facts) -> Finding | str | None:
         Change("pin the loader's memory (`pin_memory=True`) and copy with `non_blocking=True`"),
         Change("send smaller values, such as uint8 images, and convert them on the GPU"),
     ]
-    if any(rank.bound_as_planned is None for rank in facts.ranks):
-        policy = (facts.job.get("binding") or {}).get("policy")
-        if policy == "none":
-            changes.append(Change("bind ranks next to their GPU", "binding.policy", "gpu-local"))
+    is_unknown = any(rank.bound_as_planned is None for rank in facts.ranks)
+    if is_unknown and facts.job["binding"]["policy"] == "none":
+        changes.append(Change("bind ranks next to their GPU", "binding.policy", "gpu-local"))
     verdict = f"copies to the GPU: {usual:.0%} of each step"
     found = find(
         facts,
@@ -270,9 +267,8 @@ def slow_staging(facts: Facts) -> Finding | str | None:
     if seconds < LONG_PHASE_SECONDS or not THRESHOLDS["slow-staging"].level(share):
         return f"staging took {seconds_text(seconds)}"
     slowest = max(facts.stages, key=lambda stage: stage.seconds or 0.0)
-    index = [stage.name for stage in facts.stages].index(slowest.name)
-    given: Sequence[Mapping[str, Any]] = facts.job.get("stage") or ()
-    entry = given[index] if index < len(given) else {}
+    entries = {entry["name"]: (index, entry) for index, entry in enumerate(facts.job["stage"])}
+    index, entry = entries[slowest.name]
     evidence = [f"{seconds_text(seconds)}, {share:.0%} of the run"]
     if slowest.bytes and slowest.seconds:
         evidence.append(
@@ -280,15 +276,15 @@ def slow_staging(facts: Facts) -> Finding | str | None:
             f"{human_bytes(slowest.bytes / slowest.seconds)}/s per node"
         )
     changes = []
-    if entry.get("target") == "shm":  # many sites empty /dev/shm between jobs
+    if entry["target"] == "shm":  # many sites empty /dev/shm between jobs
         changes.append(Change("keep it for later runs: `target: local` with `keep: true`"))
-    elif entry and not entry.get("keep"):
+    elif not entry["keep"]:
         text = f"keep `{slowest.name}` on the nodes for later runs"
         changes.append(Change(text, f"stage.{index}.keep", True))
     files = slowest.files or 0
     if files > _MANY_FILES and (slowest.bytes or 0) / files < _SMALL_FILE_BYTES:
         changes.append(Change("pack the small files: `hpml pack SOURCE DEST`, then `kind: pack`"))
-    if facts.node_count > 1 and entry.get("distribution") == "shared":
+    if facts.node_count > 1 and entry["distribution"] == "shared":
         text = "read the source once and pass it on"
         changes.append(Change(text, f"stage.{index}.distribution", "chain"))
     verdict = f"staging takes long: {seconds_text(seconds)}, {share:.0%} of the run"

@@ -84,7 +84,7 @@ def _unknown(facts: Facts) -> Iterator[Finding]:
         needs = "`binding.verify: warn`, and ranks that run for over 10 s"
         if ran := sum(facts.phases.get(name, 0.0) for name in _RANKS_RUN):
             needs += f": these ran {seconds_text(ran)}"
-        if (facts.job.get("binding") or {}).get("policy") == "none":
+        if facts.job["binding"]["policy"] == "none":
             needs = "`binding.policy: gpu-local`"
         yield _needs("wrong-binding", "where the ranks ran", needs)
 

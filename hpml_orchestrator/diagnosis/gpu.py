@@ -64,13 +64,13 @@ def tensor_cores_idle(facts: Facts) -> Finding | str | None:
         return None
     if active <= _HALF:
         return None  # something else keeps them idle
-    variables = (facts.job.get("environment") or {}).get("variables") or {}
+    variables = facts.job["environment"]["variables"]
     name = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     changes = [
         Change("compute in bf16: `torch.autocast('cuda', torch.bfloat16)`", touches_accuracy=True)
     ]
-    for index, word in enumerate(facts.job.get("args") or ()):
-        if str(word) in ("--amp=off", "--amp=none", "--amp=no"):
+    for index, word in enumerate(facts.job["args"]):
+        if word in ("--amp=off", "--amp=none", "--amp=no"):
             change = Change("compute in bf16", f"args.{index}", "--amp=bf16", touches_accuracy=True)
             changes.insert(0, change)
     if name not in variables:

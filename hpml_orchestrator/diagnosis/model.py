@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.profile import Profile
+    from hpml_orchestrator.records.schema import JobFields
 
 __all__ = [
     "Change",
@@ -111,7 +112,7 @@ class DataArgument:
 
     field: str  # its place in the job, such as `args.2`
     word: str  # the argument with the path of a staged copy in it: `--data={stage.data}`
-    entry: Mapping[str, Any]  # the entry of `stage` for the data, without a target
+    entry: Mapping[str, object]  # the entry of `stage` for the data, without a target
     size_bytes: float | None = None  # of the data; None: not known
 
 
@@ -135,7 +136,7 @@ class Facts:
     run: str  # its label
     state: str  # of the scheduler, such as COMPLETED
     over: bool
-    job: Mapping[str, Any]  # the complete job file, as submitted
+    job: JobFields  # the complete job file, as submitted
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
     elapsed_seconds: float | None = None
     limit_seconds: float | None = None
@@ -153,7 +154,7 @@ class Facts:
     achieved_flops: float | None = None  # FLOP/s of all ranks, if the training reports its MFU
     accuracy: Mapping[str, float] = field(default_factory=dict)  # final figures, by name
     peaks: Peaks | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)  # of a sweep's point, by name
+    values: Mapping[str, object] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed
     reason: str = ""  # why it failed, or waits
     on_slurm: bool = False
@@ -177,11 +178,13 @@ class Change:
     text: str  # imperative, such as "stage the data to /dev/shm"
     # Dotted, of the job file, such as `stage`; empty: it is outside of the job file
     field: str = ""
-    value: Any = None  # the new value of that field as YAML would have it; None removes the field
+    value: object = (
+        None  # the new value of that field as YAML would have it; None removes the field
+    )
     touches_accuracy: bool = False  # whether the trained model can become another one
     # Further fields that must change with it, such as the argument that has the path of data
     # which `stage` moves; dotted, with their values
-    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

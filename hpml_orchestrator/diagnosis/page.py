@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
@@ -101,7 +100,7 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
+def _finding(finding: Finding, facts: Facts) -> dict[str, object]:
     return {
         "kind": finding.kind,
         "level": finding.level,
@@ -138,7 +137,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
     return pieces
 
 
-def _time(facts: Facts) -> dict[str, Any]:
+def _time(facts: Facts) -> dict[str, object]:
     """Return the bars of the phases and of the training, and where the second is in the first."""
     phases = _without_queue(facts)
     training = parts.mean_parts(facts.ranks)
@@ -169,7 +168,7 @@ def _time(facts: Facts) -> dict[str, Any]:
 # --- ranks
 
 
-def _ranks(facts: Facts) -> dict[str, Any] | None:
+def _ranks(facts: Facts) -> dict[str, object] | None:
     """Return a bar for each rank; of many, those that work longest and shortest."""
     known = [(rank, parts.rank_parts(rank)) for rank in facts.ranks]
     known = [(rank, spent) for rank, spent in known if spent]
@@ -225,13 +224,13 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
 # --- roofline
 
 
-def _roof(roof: Roofline | None) -> dict[str, Any] | None:
+def _roof(roof: Roofline | None) -> dict[str, object] | None:
     """Return the lines of a roofline plot with logarithmic axes, and the sentences under it."""
     if roof is None:
         return None
     of_peak = percent(roof.flops / roof.peak)
     text = [f"{rate_text(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
-    drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
+    drawing: dict[str, object] = {"text": text, "origin": roof.origin, "plot": None}
     if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
         text.append("No roofline: the bytes that the memory moved are unknown")
         return drawing
@@ -315,7 +314,7 @@ def _node(node: NodeFacts, facts: Facts) -> dict[str, str]:
     }
 
 
-def _of(value: float | None, whole: float | None, text: Any) -> str:
+def _of(value: float | None, whole: float | None, text: Callable[[float], str]) -> str:
     if value is None:
         return "-"
     return text(value) if whole is None else f"{text(value)} of {text(whole)}"

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TypedDict
 
 from hpml_orchestrator.errors import counted
 
@@ -23,6 +23,14 @@ _COLLECTIVES = ("nccl", "gloo:", "mpi:")  # kernels of NCCL; spans that the othe
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Span = tuple[float, float]
+
+
+class _TraceEvent(TypedDict, total=False):
+    name: str
+    ph: str  # X: an event that takes time
+    ts: float  # when it began, in microseconds
+    dur: float
+    cat: str
 
 
 class ProfileError(Exception):
@@ -108,10 +116,10 @@ def _read_trace(path: Path) -> dict[str, float]:
         raise ProfileError(f"{path} is not a trace of torch.profiler: {error}") from error
 
 
-def _sum_up(events: list[dict[str, Any]], path: Path) -> dict[str, float]:
+def _sum_up(events: list[_TraceEvent], path: Path) -> dict[str, float]:
     """Return shares of the time from the first step's begin to the last one's end, on one rank."""
 
-    def spans(chosen: list[dict[str, Any]]) -> list[Span]:
+    def spans(chosen: list[_TraceEvent]) -> list[Span]:
         return _union([(float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in chosen])
 
     steps = [one for one in events if one["name"] == "hpml.step" and not _on_device(one)]
@@ -156,7 +164,7 @@ def _sum_up(events: list[dict[str, Any]], path: Path) -> dict[str, float]:
     }
 
 
-def _on_device(event: dict[str, Any]) -> bool:
+def _on_device(event: _TraceEvent) -> bool:
     return str(event.get("cat", "")).startswith("gpu_")
 
 

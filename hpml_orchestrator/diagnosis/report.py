@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 
@@ -25,10 +26,9 @@ class Report:
         self.headline: str = diagnosis.headline
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[dict[str, object]]:
         """One dictionary per finding, as in `hpml report --json`."""
-        found: list[dict[str, Any]] = self.to_dict()["findings"]
-        return found
+        return [asdict(finding) for finding in self._diagnosis.findings]
 
     def __str__(self) -> str:
         return text(self._diagnosis)
@@ -37,7 +37,7 @@ class Report:
         """Return the text of `hpml report --markdown`."""
         return markdown(self._diagnosis)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the whole report, with the facts that it is based on."""
         return to_json(self._diagnosis)
 

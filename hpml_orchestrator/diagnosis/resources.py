@@ -132,15 +132,15 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
         return f"{known:.0f} of {known:.0f} GPUs have work"
     each = int(known / len(facts.nodes))
     needed = max(each - int(unused / len(facts.nodes)), 1 if unused < known else 0)
-    asked = facts.job.get("resources") or {}
-    kind = str(asked.get("gpus") or "").rpartition(":")[0]
-    plain = str(asked.get("gpus") or "").count(":") <= 1 and "," not in str(asked.get("gpus"))
+    asked = facts.job["resources"]
+    kind = asked["gpus"].rpartition(":")[0]
+    plain = asked["gpus"].count(":") <= 1 and "," not in asked["gpus"]
     changes = []
     if plain and needed < each:
         value = f"{kind}:{needed}" if kind and needed else needed
         also = {}
-        ranks = asked.get("ranks_per_node")
-        if ranks and needed and int(ranks) > needed * int(asked.get("ranks_per_gpu") or 1):
+        ranks = asked["ranks_per_node"]
+        if ranks and needed and ranks > needed * asked["ranks_per_gpu"]:
             also = {"resources.ranks_per_node": needed}
         changes.append(
             Change(f"ask for {needed} GPUs per node", "resources.gpus", value, also=also)
@@ -177,10 +177,9 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
         if THRESHOLDS["cpus-unused"].level(share):
             return None  # what is not judged is not praised either
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
-    asked = facts.job.get("resources") or {}
-    per_rank = int(asked.get("cpus_per_rank") or 1)
+    per_rank = facts.job["resources"]["cpus_per_rank"]
     # binding keeps a core for each loader worker that the job file names
-    workers = int((facts.job.get("binding") or {}).get("loader_workers") or 0)
+    workers = facts.job["binding"]["loader_workers"]
     needed = max(1 + workers, math.ceil(busy / ranks * _RESERVE))
     if needed >= per_rank:
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
@@ -203,7 +202,7 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
 
 def memory_over_asked(facts: Facts) -> Finding | None:
     """Return whether a job asked for several times the memory that it used."""
-    asked = (facts.job.get("resources") or {}).get("memory")
+    asked = facts.job["resources"]["memory"]
     known = [
         (node.memory_peak_bytes, node.memory_limit_bytes)
         for node in facts.nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change, Finding
 from hpml_orchestrator.diagnosis.parts import SAMPLED, fits
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
+    from hpml_orchestrator.records.schema import JobFields
 
 __all__ = [
     "busy_cpus",
@@ -149,12 +150,11 @@ def is_idle(gpu: GpuFacts) -> bool:
 
 def is_judged(facts: Facts) -> bool:
     """Whether a run was long enough, and successful, so that its unused resources can be judged."""
-    asked = facts.job.get("resources") or {}
     ended_well = facts.state == "COMPLETED" if facts.over else facts.state == "RUNNING"
     return (
         (facts.elapsed_seconds or 0.0) >= JUDGED_SECONDS
         and ended_well
-        and not asked.get("exclusive")
+        and not facts.job["resources"]["exclusive"]
     )
 
 
@@ -227,12 +227,12 @@ def nodes_text(nodes: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def exclude(job: Mapping[str, Any], nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
+def exclude(job: JobFields, nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
     """Return the change that excludes nodes from a job; faulty ones should also be reported."""
     names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
     if not names:
         return []
-    extra = [str(option) for option in (job.get("resources") or {}).get("extra") or ()]
+    extra = job["resources"]["extra"]
     options = [option for option in extra if not option.startswith("--exclude=")]
     before = [option.partition("=")[2] for option in extra if option.startswith("--exclude=")]
     value = [*options, f"--exclude={','.join([*before, *names])}"]

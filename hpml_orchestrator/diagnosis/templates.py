@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
@@ -68,7 +67,7 @@ def _with_code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, bool]:
     """Return a table's columns that something is known for, and whether they are numeric."""
     columns = {}
     for place, name in enumerate(rows[0] if rows else ()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.shares import hours, hours_unit
@@ -14,7 +14,7 @@ from hpml_orchestrator.records.texts import printable, seconds_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding
+    from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
 
 __all__ = ["SHOWN", "field_lines", "markdown", "status_line", "text", "to_json"]
 
@@ -117,7 +117,7 @@ def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def change_text(change: Any) -> str:
+def change_text(change: Change) -> str:
     """Return a change with its field and value, as a job file has them."""
     accuracy = "; can change the accuracy" if change.touches_accuracy else ""
     shown = f"`{change.field}: {_yaml(change.value)}`"
@@ -125,7 +125,7 @@ def change_text(change: Any) -> str:
     return f"{change.text}{where}{accuracy}"
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -185,6 +185,6 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
 
 def to_json(diagnosis: Diagnosis) -> dict[str, object]:
     """Return the diagnosis for programs; without the job file, which the record has."""
-    value = asdict(diagnosis)
+    value = asdict(replace(diagnosis, findings=[*diagnosis.findings]))
     del value["facts"]["job"]
     return {"headline": diagnosis.headline, **value}

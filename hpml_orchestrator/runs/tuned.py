@@ -253,7 +253,7 @@ class _Writer:
             CannotEditError: the text cannot be made to.
             InputError: the changed job is not valid.
         """
-        changed = changed_job(base, changes)
+        changed: dict[str, object] = {**changed_job(base, changes)}
         make_absolute(changed, self._source.parent)
         job = Job.model_validate(changed)
         wanted, now = job.model_dump(mode="json"), self._load(text).job.model_dump(mode="json")

@@ -16,6 +16,7 @@ from hpml_orchestrator.diagnosis.model import (
     RankFacts,
     StageFacts,
 )
+from tests.unit.diagnosis.jobs import complete
 
 __all__ = ["DATA", "HOSTILE", "JOB", "crowd", "diagnosed", "facts", "gpu_run", "ranks", "unknowing"]
 
@@ -127,7 +128,8 @@ def facts(**changed: Any) -> Facts:
         "accuracy": {"test accuracy": 0.9712},
         "peaks": PEAKS,
     }  # fmt: skip
-    return Facts(**{**known, **changed})
+    known |= changed
+    return Facts(**{**known, "job": complete(**known["job"])})
 
 
 def gpu_run(**changed: Any) -> Diagnosis:

@@ -47,7 +47,7 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     """Changed fields, the parts of a step, throughput, accuracy, and findings that came or went."""
     command = [*examples.JOB["command"], "--data=/nfs/digits"]
     before = examples.gpu_run(job={**examples.JOB, "command": command}, code="f89fbee + changes")
-    side = compare(before, faster())
+    side = compare(before, faster(), written=(examples.JOB, {"stage": STAGE}))
     assert side.headline == "digits-9c1b processes 40% more samples per second"
     assert not side.doubts
     rows = {(row.group, row.name): row for row in side.rows}
@@ -184,7 +184,7 @@ def test_a_run_is_not_compared_with_itself() -> None:
 def test_every_form_has_all_rows() -> None:
     """The text for a terminal and the JSON for programs."""
     side = compare(examples.gpu_run(), faster())
-    printed, known = text(side), to_json(side)
+    printed, known = text(side), dict[str, Any](to_json(side))
     json.dumps(known, allow_nan=False)
     assert len(known["rows"]) == len(side.rows)
     for row in side.rows:
@@ -312,7 +312,8 @@ def test_a_finding_is_gone_only_if_the_other_run_was_judged(
             f"something is slow in digits-3f2a; not judged in digits-9c1b: {why}"
         )
         assert f"unknown {line}" in printed
-        assert to_json(side)["findings"]["not_judged"] == (line,)
+        shown: Any = to_json(side)
+        assert shown["findings"]["not_judged"] == (line,)
 
 
 def test_settings_that_nobody_wrote_are_not_listed() -> None:

@@ -31,6 +31,7 @@ from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.scheduler.local.resources import Machine
 from hpml_orchestrator.spec.load import load_job
+from tests.unit.diagnosis.jobs import complete
 
 GIB = float(1 << 30)
 DOCS = Path(__file__).parents[3] / "docs/reports.md"
@@ -133,7 +134,8 @@ def facts(**more: Any) -> Facts:
         "memory_bytes": 64 * GIB,
         "data": DATA,
     }
-    return Facts("digits-1", "COMPLETED", over=True, **{**well, **more})
+    well |= more
+    return Facts("digits-1", "COMPLETED", over=True, **{**well, "job": complete(**well["job"])})
 
 
 ALONE = {"cpu_seconds": 1800.0, "helper_cpu_seconds": 0.0}

@@ -12,6 +12,7 @@ import pytest
 from hpml_orchestrator.diagnosis import models
 from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, NodeFacts, Peaks
 from hpml_orchestrator.errors import InputError
+from tests.unit.diagnosis.jobs import complete
 
 V100 = Peaks({"float32": 15.7e12, "float16": 125e12}, 900e9, origin="specification of V100")
 PEAKS = Peaks({"bfloat16": 989e12}, 3.35e12, origin="specification of H100 SXM")
@@ -76,7 +77,7 @@ def facts(**known: Any) -> Facts:
     """A run on one node with one GPU."""
     gpus = known.pop("gpus", ())
     return Facts(
-        run="r", state="COMPLETED", over=True, job={}, node_count=1, **known,
+        run="r", state="COMPLETED", over=True, job=complete(), node_count=1, **known,
         nodes=[NodeFacts("node1", gpus=gpus)],
     )  # fmt: skip
 

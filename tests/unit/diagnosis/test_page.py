@@ -202,7 +202,13 @@ def test_hostile_names_stay_text() -> None:
         examples.DATA,
         verdict=HOSTILE,
         evidence=[f"`{HOSTILE}`"],
-        changes=[replace(examples.DATA.changes[0], text=f"`{HOSTILE}`", value=HOSTILE)],
+        changes=[
+            replace(
+                examples.DATA.changes[0],
+                text=f"`{HOSTILE}`",
+                value=[{"name": HOSTILE, "source": HOSTILE}],
+            )
+        ],
     )
     diagnosis = Diagnosis(
         facts, [finding], [Finding(HOSTILE, "unknown", HOSTILE, needs=HOSTILE)], [HOSTILE],
