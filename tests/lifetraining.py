@@ -25,18 +25,14 @@ from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from training_jobs.hpml_channel import Channel
-    from training_jobs.hpml_checkpoint import Checkpoints, Ranks, StopAgreement
-else:
-    from hpml_channel import Channel
-    from hpml_checkpoint import Checkpoints, StopAgreement
+from hpml_channel import Channel
+from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
 
 BATCH = 4  # samples per rank and step
 STEPS_PER_EPOCH = 250
@@ -106,7 +102,7 @@ class Training:
         inputs = self.inputs[indices] + 0.01 * torch.randn(BATCH, WIDTH)
         loss = nn.functional.mse_loss(self.model(inputs), self.targets[indices])
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         parameters = list(self.model.parameters())
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         dist.all_reduce(flat)

@@ -15,12 +15,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from training_jobs.hpml_channel import Channel
-else:
-    from hpml_channel import Channel
+from hpml_channel import Channel
 
 BATCH = 4
 

@@ -19,9 +19,7 @@ import json
 import os
 import sys
 import time
-from collections import deque
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
-from communication_methods import LOCAL_STEPS, METHODS, Wire, allreduce, synchronize
+from communication_methods import LOCAL_STEPS, METHODS, Memory, Wire, allreduce, synchronize
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
 from hpml_waits import trace_steps
@@ -67,7 +65,7 @@ def options() -> argparse.Namespace:
 class Training:
     """What changes while the network learns, on one rank."""
 
-    def __init__(self, options: argparse.Namespace, device: Any, wire: Wire) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device, wire: Wire) -> None:
         self.options, self.wire = options, wire
         self.steps, self.elapsed, self.accuracy = 0, 0.0, 0.0
         self.reached: dict[str, float] = {}  # seconds and steps to the target
@@ -79,7 +77,7 @@ class Training:
             nn.Linear(width, 10),
         ).to(device)
         self.vector = parameters_to_vector(self.model.parameters()).detach()
-        self.memory: dict[str, Any] = {"shapes": [one.shape for one in self.model.parameters()]}
+        self.memory = Memory([one.shape for one in self.model.parameters()])
         mine = self.vector.clone()
         if options.method == "ps":  # this rank owns an equal part, the last one filled up
             part = -(-len(mine) // wire.ranks)
@@ -124,14 +122,14 @@ class Training:
         """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
         if self.checkpoints is None:
             return
-        queue = self.memory.get("queue", ())
-        for _, work in queue:
+        for _, work in self.memory.queue:
             self.wire.wait(work)
-        memory = {**self.memory}
-        del memory["shapes"]
-        memory.pop("queue", None)
-        own: dict[str, Any] = {"memory": memory, "queue": [gradient for gradient, _ in queue]}
-        own |= {"mine": self.mine.detach(), "optimizer": self.optimizer.state_dict()}
+        own = {
+            "memory": self.memory.tensors,
+            "queue": [gradient for gradient, _ in self.memory.queue],
+            "mine": self.mine.detach(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         figures = {"bytes_sent": self.wire.bytes_sent, "comm_seconds": self.wire.seconds}
         figures |= {name: getattr(self, name) for name in SAVED}
         ranks = self.checkpoints.ranks.gather(own)
@@ -143,8 +141,8 @@ class Training:
         if found is None:
             return
         own, device = found.state["ranks"][self.wire.rank], self.mine.device
-        self.memory |= {name: value.to(device) for name, value in own["memory"].items()}
-        self.memory["queue"] = deque((gradient.to(device), None) for gradient in own["queue"])
+        self.memory.tensors = {name: value.to(device) for name, value in own["memory"].items()}
+        self.memory.queue.extend((gradient.to(device), None) for gradient in own["queue"])
         self.mine.data.copy_(own["mine"])
         self.optimizer.load_state_dict(own["optimizer"])
         for name in SAVED:
@@ -159,7 +157,7 @@ class Training:
 class Data:
     """scikit-learn's digits: every fifth is for testing."""
 
-    def __init__(self, options: argparse.Namespace, wire: Wire, device: Any) -> None:
+    def __init__(self, options: argparse.Namespace, wire: Wire, device: torch.device) -> None:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second
 
         digits = load_digits()
@@ -184,7 +182,7 @@ class Data:
         return self.images[chosen], self.labels[chosen]
 
 
-def train(options: argparse.Namespace, device: Any, channel: Channel) -> dict[str, Any]:
+def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> dict[str, object]:
     """Train to the target, the last epoch or a stop request; return the figures."""
     wire = Wire()
     data, training = Data(options, wire, device), Training(options, device, wire)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,13 @@ RANK_OF_FACTORS = 2  # of powersgd
 LOCAL_STEPS = 8  # of localsgd
 STALENESS = 2  # steps by which a gradient may be late
 
+T = TypeVar("T")
+
 
 def synchronize() -> None:
     """Wait for the GPU, if one is in use: a program runs ahead of it."""
-    cuda: Any = torch.cuda  # some of its functions have no types
-    if cuda.is_initialized():
-        cuda.synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Wire:
@@ -51,7 +53,7 @@ class Wire:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.bytes_sent, self.seconds = 0.0, 0.0
 
-    def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> Any:
+    def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> dist.Work | None:
         """Add up a tensor over the ranks, in place; without waiting, return what to wait for."""
         self.bytes_sent += 2 * tensor.nbytes * (self.ranks - 1) / self.ranks
         return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait), wait=wait)
@@ -70,12 +72,12 @@ class Wire:
         self._timed(lambda: dist.all_to_all_single(parts, tensor))
         return parts
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: dist.Work | None) -> None:
         """Wait for an all-reduce that was started before."""
         if work is not None:
             self._timed(work.wait)
 
-    def _timed(self, call: Callable[[], Any], *, wait: bool = True) -> Any:
+    def _timed(self, call: Callable[[], T], *, wait: bool = True) -> T | None:
         if not dist.is_initialized():  # alone
             return None
         if wait:
@@ -88,19 +90,30 @@ class Wire:
         return answer
 
 
-# --- the methods: from this rank's gradient to the one that it applies; `memory` is kept for them
+@dataclass
+class Memory:
+    """What the methods keep from step to step."""
+
+    shapes: list[torch.Size]  # of the parameters
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # errors, and factors of powersgd
+    queue: deque[tuple[Tensor, dist.Work | None]] = field(default_factory=deque)  # of stale
 
 
-def allreduce(gradient: Tensor, wire: Wire, _: dict[str, Any]) -> Tensor:
+Method = Callable[[Tensor, Wire, Memory], Tensor]
+
+# --- the methods: from this rank's gradient to the one that it applies
+
+
+def allreduce(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
     """Average as it is."""
     wire.all_reduce(gradient)
     return gradient / wire.ranks
 
 
-def half(kind: torch.dtype) -> Any:
+def half(kind: torch.dtype) -> Method:
     """Average in half precision; divided before, so that the sum does not overflow."""
 
-    def average(gradient: Tensor, wire: Wire, _: dict[str, Any]) -> Tensor:
+    def average(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
         small = (gradient / wire.ranks).to(kind)
         wire.all_reduce(small)
         return small.float()
@@ -108,32 +121,32 @@ def half(kind: torch.dtype) -> Any:
     return average
 
 
-def int8(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Send 8 bits of each number; what rounding takes away is added to the next gradient."""
-    wanted = gradient + memory.get("error", 0)
+    wanted = gradient + memory.tensors.get("error", 0)
     scale = (wanted.abs().max() / 127).clamp_min(1e-12).reshape(1)
     rounded = (wanted / scale).round().to(torch.int8)
-    memory["error"] = wanted - rounded.float() * scale
+    memory.tensors["error"] = wanted - rounded.float() * scale
     scales, numbers = wire.all_gather(scale), wire.all_gather(rounded)
     return (numbers.reshape(wire.ranks, -1).float() * scales[:, None]).mean(0)
 
 
-def topk(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+def topk(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Send the largest numbers and their places; the others are added to the next gradient."""
-    wanted = gradient + memory.get("error", 0)
+    wanted = gradient + memory.tensors.get("error", 0)
     places = wanted.abs().topk(max(1, int(TOP * len(wanted)))).indices
     sent = wanted[places]
-    memory["error"] = wanted.index_fill(0, places, 0.0)
+    memory.tensors["error"] = wanted.index_fill(0, places, 0.0)
     all_places, all_sent = wire.all_gather(places.int()), wire.all_gather(sent)
     total = torch.zeros_like(gradient).index_add_(0, all_places.long(), all_sent)
     return total / wire.ranks
 
 
-def powersgd(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Approximate each matrix M by P Q^T: one step of power iteration, with the last Q."""
-    wanted = gradient + memory.get("error", 0)
+    wanted = gradient + memory.tensors.get("error", 0)
     answer, place = torch.empty_like(wanted), 0
-    for number, shape in enumerate(memory["shapes"]):
+    for number, shape in enumerate(memory.shapes):
         part = wanted[place : place + shape.numel()]
         if len(shape) == 1:  # biases are small
             average = allreduce(part.clone(), wire, memory)
@@ -141,37 +154,35 @@ def powersgd(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
             matrix, key = part.reshape(shape), f"q{number}"
             random = torch.Generator().manual_seed(number)  # the same on all ranks
             first = torch.randn(shape[1], RANK_OF_FACTORS, generator=random).to(part.device)
-            left = allreduce(matrix @ memory.get(key, first), wire, memory)
+            left = allreduce(matrix @ memory.tensors.get(key, first), wire, memory)
             left = torch.linalg.qr(left).Q
-            memory[key] = allreduce(matrix.T @ left, wire, memory)
-            average = (left @ memory[key].T).reshape(-1)
+            memory.tensors[key] = allreduce(matrix.T @ left, wire, memory)
+            average = (left @ memory.tensors[key].T).reshape(-1)
         answer[place : place + shape.numel()] = average
         place += shape.numel()
-    memory["error"] = wanted - answer
+    memory.tensors["error"] = wanted - answer
     return answer
 
 
-def stale(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+def stale(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Start to average this gradient, and apply the one of STALENESS steps before.
 
     It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
     """
-    queue = memory.setdefault("queue", deque())
-    queue.append((gradient, wire.all_reduce(gradient, wait=False)))
-    if len(queue) <= STALENESS:
+    memory.queue.append((gradient, wire.all_reduce(gradient, wait=False)))
+    if len(memory.queue) <= STALENESS:
         return torch.zeros_like(gradient)
-    averaged: Tensor
-    averaged, work = queue.popleft()
+    averaged, work = memory.queue.popleft()
     wire.wait(work)
     return averaged / wire.ranks / (1 + STALENESS)
 
 
-def own(gradient: Tensor, _: Wire, __: dict[str, Any]) -> Tensor:
+def own(gradient: Tensor, _: Wire, __: Memory) -> Tensor:
     """Apply this rank's gradient: localsgd averages the parameters instead."""
     return gradient
 
 
-METHODS: dict[str, Any] = {
+METHODS: dict[str, Method] = {
     "allreduce": allreduce,
     "fp16": half(torch.float16),
     "bf16": half(torch.bfloat16),

@@ -13,16 +13,15 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import images_model
 import torch
 import torch.distributed as dist
-from images_data import ImageData, JobError, raise_together, report
+from images_data import ImageData, JobError, Position, checkpoints_of, raise_together, report, say
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -49,14 +48,7 @@ NUMBERS = {  # options that are numbers: default, least, help
     "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
     "timeout-seconds": (600, 1, "how long a rank waits for others"),
 }
-# A checkpoint with other settings is refused. It has these parts of a run, and the position.
-SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_epochs", "seed"]
-PARTS = ["network", "optimizer", "scaler"]
-POSITION = {  # `run.at`, the position, which counts over all restarts
-    "epochs": 0, "step": 0, "test_accuracy": None, "seconds_to_accuracy": None,
-    "train_seconds": 0.0, "evaluation_seconds": 0.0, "checkpoint_seconds": 0.0,
-    "steady_seconds": 0.0, "steady_samples": 0,  # of this rank, after the warm-up
-}  # fmt: skip
+PARTS = ["network", "optimizer", "scaler"]  # of a run, which a checkpoint has beside its position
 STOP, FAIL = 1, 2  # what a rank can wish; the highest wish counts
 
 
@@ -88,7 +80,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def is_stopped(run: Any, *, at_once: bool = False) -> bool:
+class Run:
+    """What the steps of a training work with."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
+        self.options, self.device, self.channel = options, device, channel
+        self.ranks = ranks = Ranks()
+        self.agreement, self.data = StopAgreement(ranks), ImageData(options, ranks, device)
+        self.checkpoints = checkpoints_of(options, self.data, channel, ranks)
+        self.at, self.steps_done, self.saved, self.started = Position(), 0, (0, 0), 0.0
+        self.loss_sum, self.sums = torch.zeros(()), torch.zeros(3)  # of an epoch
+        torch.manual_seed(options.seed)
+        sizes = self.data.channels, self.data.classes
+        self.network = images_model.make_model(options, *sizes, device)
+        torch.manual_seed(options.seed * 1_000_003 + ranks.rank)  # each rank has its own dropout
+        self.model = DistributedDataParallel(
+            self.network, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
+        )
+        self.waits = measure_waits(self.model, channel)  # finds the rank that the others wait for
+        self.optimizer = images_model.make_optimizer(self.network, options)
+        self.autocast, self.scaler = images_model.precision_of(options, device)
+
+
+def is_stopped(run: Run, *, at_once: bool = False) -> bool:
     """Return if the ranks stop; a problem of one is raised on all. All call it equally often."""
     wish = run.agreement.exchange(FAIL if run.data.problem else run.channel.stop_requested())
     wish = max(wish, run.agreement.finish()) if at_once else wish
@@ -97,7 +111,7 @@ def is_stopped(run: Any, *, at_once: bool = False) -> bool:
     return bool(wish == STOP)
 
 
-def train_step(run: Any, images: Tensor, labels: Tensor) -> Tensor:
+def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
     """Take one step of the optimizer; return this rank's loss."""
     parts, total = run.options.accumulate, torch.zeros((), device=run.device)
     if run.device.type == "cuda":
@@ -112,16 +126,15 @@ def train_step(run: Any, images: Tensor, labels: Tensor) -> Tensor:
         run.scaler.scale(loss).backward()
         total += loss.detach()
     sizes = run.data.train_steps, run.ranks.world_size
-    run.optimizer.param_groups[0]["lr"] = images_model.learning_rate(
-        run.at.step, *sizes, run.options
-    )
+    rate = images_model.learning_rate(run.at.step, *sizes, run.options)
+    run.optimizer.param_groups[0]["lr"] = rate
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
     return total
 
 
-def train_epoch(run: Any) -> bool:
+def train_epoch(run: Run, end_step: Callable[[], None]) -> bool:
     """Train from the position to the epoch's end; return whether the ranks stop before it."""
     options, at, data, stopped = run.options, run.at, run.data, False
     run.loss_sum, run.sums = torch.zeros((), device=run.device), torch.tensor([0, 1e-9, 0])
@@ -145,14 +158,14 @@ def train_epoch(run: Any) -> bool:
         at.steady_seconds += took * is_steady
         run.channel.gauge(loss=loss, epoch=at.epochs)
         run.channel.count(steps=1, samples=count, data_wait_seconds=waited, step_seconds=took)
-        run.tracing.step()
+        end_step()
         stopped = is_stopped(run)
         if at.step % (options.checkpoint_steps or end) == 0 and at.step < end and not stopped:
             save(run)
     return stopped or is_stopped(run, at_once=True)
 
 
-def evaluate(run: Any) -> bool:
+def evaluate(run: Run) -> bool:
     """Set the accuracy on the test set; return whether the ranks stop before its end."""
     began, right, at = time.perf_counter(), 0, run.at
     run.model.eval()
@@ -167,7 +180,7 @@ def evaluate(run: Any) -> bool:
     at.test_accuracy = sum(run.ranks.gather(right)) / run.data.test_images
     if at.seconds_to_accuracy is None and at.test_accuracy >= (run.options.target_accuracy or 2):
         at.seconds_to_accuracy = time.perf_counter() - run.started
-        run.say(f"the target was reached after {at.seconds_to_accuracy:.1f} s")
+        say(run.ranks, f"the target was reached after {at.seconds_to_accuracy:.1f} s")
     took = time.perf_counter() - began
     at.evaluation_seconds += took
     run.channel.count(evaluation_seconds=took)
@@ -176,7 +189,7 @@ def evaluate(run: Any) -> bool:
     return False
 
 
-def save(run: Any) -> None:
+def save(run: Run) -> None:
     """Write a checkpoint, if there is a directory for them and none of this position."""
     began, at = time.perf_counter(), run.at
     if run.checkpoints is not None and run.saved != (at.epochs, at.step):
@@ -186,58 +199,44 @@ def save(run: Any) -> None:
         at.checkpoint_seconds += time.perf_counter() - began
 
 
-def load(run: Any) -> None:
+def load(run: Run) -> None:
     """Continue from the newest checkpoint; without one, start with another run's if asked."""
     other, at = run.options.checkpoint_from, run.at
-    found: Any = run.checkpoints.load() if run.checkpoints else None
+    found = run.checkpoints.load() if run.checkpoints else None
     if found:
         vars(at).update(found.state["position"])
         run.saved, steps = (at.epochs, at.step), at.step - at.epochs * run.data.train_steps
-        run.say(f"resumed from {found.path}: {at.epochs} epochs and {steps} steps are done")
-    elif other is not None:
-        found = Checkpoints(other, ranks=run.ranks).latest()
-        if not found:
-            raise JobError(f"--checkpoint-from {other}: there is no checkpoint")
-        run.say(f"started from {found.path}")
+        say(run.ranks, f"resumed from {found.path}: {at.epochs} epochs and {steps} steps are done")
+    elif other is None:
+        return
+    elif found := Checkpoints(other, ranks=run.ranks).latest():
+        say(run.ranks, f"started from {found.path}")
+    else:
+        raise JobError(f"--checkpoint-from {other}: there is no checkpoint")
     try:
-        for name in PARTS if found else ():
+        for name in PARTS:
             if found.state[name]:  # only fp16 has something in its scaler
                 getattr(run, name).load_state_dict(found.state[name])
     except (RuntimeError, ValueError, LookupError) as error:
         raise JobError(f"{found.path} has another model: --model or --width differs") from error
 
 
-def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa: PLR0915
+def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
     """Train from the newest checkpoint to the last epoch, the target or a stop request."""
-    run = SimpleNamespace(options=options, device=device, channel=channel, ranks=Ranks())
-    run.at, run.steps_done, run.saved = SimpleNamespace(**POSITION), 0, (0, 0)
-    run.say = partial(print, flush=True) if run.ranks.rank == 0 else lambda _: None
-    run.agreement, run.data = StopAgreement(run.ranks), ImageData(options, run.ranks, device)
-    at, data, ranks, size, run.checkpoints = run.at, run.data, run.ranks, run.ranks.world_size, None
-    if options.checkpoint is not None:
-        job = {name: getattr(options, name) for name in SAME}
-        job.update(world_size=size, train_images=data.train_images)
-        run.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
-    torch.manual_seed(options.seed)
-    run.network = images_model.make_model(options, data.channels, data.classes, device)
-    torch.manual_seed(options.seed * 1_000_003 + ranks.rank)  # each rank has its own dropout
-    ddp: Any = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
-    run.model = DistributedDataParallel(run.network, **ddp)
-    run.waits = measure_waits(run.model, channel)  # finds the rank that the others wait for
-    run.optimizer = images_model.make_optimizer(run.network, options)
-    run.autocast, run.scaler = images_model.precision_of(options, device)
+    run = Run(options, device, channel)
+    at, data, ranks, size = run.at, run.data, run.ranks, run.ranks.world_size
     load(run)
     last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
     run.started = time.perf_counter() - at.train_seconds  # one clock over all restarts
     stopped = is_stopped(run, at_once=True)
-    with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as run.tracing:
+    with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while not (stopped or at.epochs == last):
             if options.stop_at_target and at.seconds_to_accuracy:
                 break
             is_due = (at.epochs + 1) % options.eval_every == 0 or at.epochs + 1 == last
-            stopped = train_epoch(run) or (is_due and evaluate(run))
+            stopped = train_epoch(run, tracing.step) or (is_due and evaluate(run))
             if stopped:
                 break
             at.epochs += 1
@@ -247,11 +246,11 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
             if samples:  # else the attempt before had trained this epoch, but not evaluated it
                 speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
                 text = f"loss {loss / samples:.4f}, {text}, {speed}"
-            run.say(f"epoch {at.epochs}/{options.epochs}: {text}")
+            say(run.ranks, f"epoch {at.epochs}/{options.epochs}: {text}")
             if at.epochs % options.checkpoint_every == 0:
                 save(run)
     if stopped:
-        run.say(f"stopping in epoch {at.epochs + 1} at step {at.step}, as asked")
+        say(run.ranks, f"stopping in epoch {at.epochs + 1} at step {at.step}, as asked")
         channel.event("stopping", step=at.step)
     save(run)
     at.train_seconds = time.perf_counter() - run.started
@@ -269,7 +268,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
     speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
     text = f"{'stopped' if stopped else 'done'}: {at.epochs} epochs in {at.train_seconds:.1f} s"
-    run.say(f"{text}, test accuracy {shown}, {speed} samples/s, {size} ranks on {name}")
+    say(run.ranks, f"{text}, test accuracy {shown}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

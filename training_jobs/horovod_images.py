@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import torch
-from images_data import ImageData, JobError, raise_together, report
+from images_data import ImageData, JobError, checkpoints_of, raise_together, report, say
 from images_model import MODELS, choose_device, learning_rate, make_model, make_optimizer
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
+from hpml_checkpoint import CheckpointError, Ranks, StopAgreement
 from hpml_waits import Waits, trace_steps
 
 NUMBERS = {  # options that are numbers; images and learning rate are those of one rank
@@ -26,7 +27,6 @@ NUMBERS = {  # options that are numbers; images and learning rate are those of o
     "seed": 1, "workers": 1, "warm-up-steps": 20, "stop-after-epochs": 0, "timeout-seconds": 600,
 }  # fmt: skip
 TUNING = {"fusion-threshold-mb": 0.0, "cycle-time-ms": 0.01, "groups": 1}  # the least values
-SAME = "model width dropout epochs batch_size lr lr_warmup_epochs seed".split()  # of checkpoints
 SHOWN = "model seed target_accuracy compression groups fusion_threshold_mb cycle_time_ms".split()
 
 
@@ -54,23 +54,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def evaluate(network: Any, data: ImageData, device: torch.device, ranks: Any) -> float:
+def evaluate(network: nn.Module, data: ImageData, device: torch.device, ranks: Ranks) -> float:
     """Return the accuracy on the test set."""
     right = 0
     network.eval()
     for images, labels in data.test_batches():
         right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
     raise_together(ranks, data.problem)  # a file that cannot be read
-    return float(sum(ranks.gather(right)) / data.test_images)
+    return sum(ranks.gather(right)) / data.test_images
 
 
-def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa: C901, PLR0915
+def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:  # noqa: PLR0915
     """Train from the newest checkpoint to the last epoch or a stop request."""
     rank, size, highest = hvd.rank(), hvd.size(), partial(hvd.allreduce, op=hvd.Max)
     ranks: Any = SimpleNamespace(rank=rank, world_size=size, group=None)  # for hpml_checkpoint.py
     ranks.gather = partial(hvd.allgather_object, name="gather")
     ranks.highest = lambda *values: highest(torch.tensor(values, dtype=torch.float64)).tolist()
-    say: Any = partial(print, flush=True) if rank == 0 else lambda _: None
     data, target = ImageData(options, ranks, device), options.target_accuracy or 2
     torch.manual_seed(options.seed + rank)  # all ranks get the weights of rank 0, below
     network = make_model(options, data.channels, data.classes, device)
@@ -79,16 +78,13 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     optimizer, names = make_optimizer(network, options), network.named_parameters()
     optimizer = hvd.DistributedOptimizer(optimizer, names, op=hvd.Average, **how)
     at = SimpleNamespace(epochs=0, step=0, train_seconds=0.0, samples_per_second=None)
-    at.test_accuracy = at.seconds_to_accuracy = checkpoints = None
-    if options.checkpoint is not None:
-        job = {name: getattr(options, name) for name in SAME}
-        job.update(world_size=size, train_images=data.train_images)
-        checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
+    at.test_accuracy = at.seconds_to_accuracy = None
+    checkpoints = checkpoints_of(options, data, channel, ranks)
     if checkpoints and (found := checkpoints.load()):
         network.load_state_dict(found.state["network"])
         optimizer.load_state_dict(found.state["optimizer"])
         vars(at).update(found.state["position"])
-        say(f"resumed from {found.path}: {at.epochs} epochs, {at.step} steps are done")
+        say(ranks, f"resumed from {found.path}: {at.epochs} epochs, {at.step} steps are done")
     # Not broadcast_optimizer_state: its step with gradients of zero moves weights by weight decay.
     optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0, name="optimizer"))
     hvd.broadcast_parameters(network.state_dict(), 0)
@@ -106,7 +102,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
                 images, labels = next(batches)
                 waited, count = time.perf_counter() - began, len(labels)
                 waits.step()
-                loss: Any = cross_entropy(network(images.to(device)), labels.to(device))
+                loss = cross_entropy(network(images.to(device)), labels.to(device))
                 loss.backward()
                 waits.meet()
                 optimizer.param_groups[0]["lr"] = learning_rate(at.step, steps, size, options)
@@ -130,7 +126,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
                 if samples:  # else the attempt before had trained this epoch
                     at.samples_per_second = rate = size * samples / took
                     text = f"loss {total / samples:.4f}, {text}, {rate:.0f} samples/s"
-                say(f"epoch {at.epochs}/{options.epochs}: {text}")
+                say(ranks, f"epoch {at.epochs}/{options.epochs}: {text}")
             at.train_seconds = time.perf_counter() - started
             if checkpoints:
                 state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
@@ -146,7 +142,8 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     if rank == 0:
         report(result, channel, options.output)
     end = "stopped" if stop else "done"
-    say(f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s, {size} ranks on {device.type}")
+    text = f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s"
+    say(ranks, f"{text}, {size} ranks on {device.type}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -64,7 +64,7 @@ class Channel:
                 new.bind("\0hpml-rank-" + os.urandom(12).hex())
                 self._socket = new
         self._totals: dict[str, float] = dict.fromkeys(ALWAYS_SENT, 0)
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, object] = {}
         self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
         self._step_due = self._warm_until = 0.0  # seconds; steps, before which none are sent
@@ -81,10 +81,10 @@ class Channel:
                 with suppress(KeyError, ValueError):
                     channel._who[name] = int(os.environ[variable])
         if channel._socket is not None:
-            channel._send("hello", "hello", _write_stacks_on_signal())
+            channel._send("hello", "hello", data=_write_stacks_on_signal())
         return channel
 
-    def event(self, event: str, **data: Any) -> None:
+    def event(self, event: str, **data: object) -> None:
         """Report at once that something happened; data have units in their names.
 
         `rendezvous` (before the process group's start), `warm-up(steps=20)`, `training(step=,
@@ -92,9 +92,9 @@ class Channel:
         `checkpoint(step=, seconds=, size_bytes=)`, `stopping(step=)` or `link(name=, url=)`. `step`
         counts optimizer steps over all restarts. Counters wait until the warm-up's steps are done.
         """
-        self._send("event", event, data)
+        self._send("event", event, data=data)
         if event == "warm-up":
-            steps: Any = data["steps"] if _is_amount(data.get("steps")) else 0
+            steps = _amount(data.get("steps")) or 0
             self._warm_until, self._first = self._totals["steps_total"] + steps, True
 
     def count(self, **increments: float) -> None:
@@ -108,7 +108,7 @@ class Channel:
         """
         if self._socket is None:
             return
-        amounts = {name: value for name, value in increments.items() if _is_amount(value)}
+        amounts = {name: value for name, value in increments.items() if _amount(value) is not None}
         self.dropped += len(increments) - len(amounts)
         for name, amount in amounts.items():
             self._totals[f"{name}_total"] = self._totals.get(f"{name}_total", 0) + amount
@@ -131,7 +131,7 @@ class Channel:
         yield
         self.count(**{counter: time.perf_counter() - began})
 
-    def gauge(self, **values: Any) -> None:
+    def gauge(self, **values: object) -> None:
         """Set what is sent with the next counters; of a tensor the value that it has then.
 
         Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1); `comm_seconds` needs
@@ -140,9 +140,9 @@ class Channel:
         self._gauges.update(values)
         self._news = True
 
-    def result(self, **data: Any) -> None:
+    def result(self, **data: object) -> None:
         """Send the final figures of the training, such as `test_accuracy`; from one rank only."""
-        self._send("result", "evaluation", data)
+        self._send("result", "evaluation", data=data)
 
     def close(self) -> None:
         """Send the last counters and gauges, with the time of the counters, and what is unsent."""
@@ -174,23 +174,23 @@ class Channel:
         return self._stop
 
     def _send_step(self, *, keep: bool = True) -> None:
-        data, more, self._news = {**self._totals, **self._gauges}, {}, False
+        data, self._news = {**self._totals, **self._gauges}, False
         with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
             ran, waited, _ = map(int, counted.read().split())
             data["cpu_wait_seconds_total"] = waited / 1e9
-            data["cpu_seconds_total"] = _cpu_seconds(os.getpid())
-            data["helper_cpu_seconds_total"] = max(0.0, data["cpu_seconds_total"] - ran / 1e9)
-        if any(self._buckets):
-            more["step_buckets"] = {str(i): count for i, count in enumerate(self._buckets) if count}
-        self._send("event", "step", data, keep=keep, time=self._counted_at, **more)
+            data["cpu_seconds_total"] = used = _cpu_seconds(os.getpid())
+            data["helper_cpu_seconds_total"] = max(0.0, used - ran / 1e9)
+        buckets = {str(i): count for i, count in enumerate(self._buckets) if count}
+        more = {"step_buckets": buckets} if buckets else {}
+        self._send("event", "step", data=data, keep=keep, time=self._counted_at, **more)
 
-    def _send(self, kind: str, event: str, data: Any, *, keep: bool = True, **more: Any) -> None:
+    def _send(self, kind: str, event: str, *, keep: bool = True, **more: object) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
         if self._socket is None:
             return
         who = {"time": time.time(), **self._who, "pid": os.getpid()}
         with suppress(Exception):  # a value of the user's own type may raise anything
-            datagram = _encode({"v": 1, "type": kind, "event": event, **who, "data": data, **more})
+            datagram = _encode({"v": 1, "type": kind, "event": event, **who, **more})
             if len(datagram) <= MAX_DATAGRAM_BYTES:
                 self._unsent.append(datagram)
                 if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):
@@ -224,7 +224,7 @@ def _cpu_seconds(pid: int | str) -> float:
     return seconds
 
 
-def _encode(message: dict[str, Any]) -> bytes:
+def _encode(message: dict[str, object]) -> bytes:
     """Return a message as JSON: of a tensor its number, null for one that is not finite."""
     text = json.dumps(message, default=lambda value: getattr(value, "item", value.__str__)())
     if "NaN" in text or "Infinity" in text:
@@ -232,12 +232,12 @@ def _encode(message: dict[str, Any]) -> bytes:
     return text.encode("ascii")
 
 
-def _is_amount(value: Any) -> bool:
-    """Return whether a counter can grow by a value; a wrong one must not end a training."""
+def _amount(value: Any) -> float | None:
+    """Return a value by which a counter can grow; a wrong one must not end a training: None."""
     try:
-        return bool(0 <= value < MOST_AMOUNT)
+        return value if 0 <= value < MOST_AMOUNT else None
     except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
-        return False
+        return None
 
 
 def _write_stacks_on_signal() -> dict[str, int]:

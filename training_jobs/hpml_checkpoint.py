@@ -14,17 +14,21 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
+if TYPE_CHECKING:
+    from hpml_channel import Channel
+
+T = TypeVar("T")
+Files = dict[str, tuple[int, str]]  # size and digest by name
 FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
 EVERY_SECONDS, MOST_CALLS = 0.25, 10
 
@@ -42,7 +46,7 @@ class Ranks:
         other = ready and dist.get_backend() != "gloo"
         self.group = dist.new_group(backend="gloo") if other else None
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -83,19 +87,29 @@ class StopAgreement:
 
 
 @dataclass
+class Checkpoint:
+    """A checkpoint that was read, with the state that was saved."""
+
+    path: Path
+    step: int
+    state: Any = None
+    random: Any = None  # the random states of all ranks
+
+
+@dataclass
 class Checkpoints:
     """The newest checkpoints of a training, in a directory that all nodes share."""
 
     directory: str | Path
     keep: int = 3
-    job: dict[str, Any] | None = None  # a checkpoint with other settings is refused
-    channel: Any = None  # of hpml_channel.py; gets the events `checkpoint` and `resumed`
+    job: Mapping[str, object] | None = None  # a checkpoint with other settings is refused
+    channel: Channel | None = None  # gets the events `checkpoint` and `resumed`
     ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
 
     def __post_init__(self) -> None:
         self._home = Path(self.directory)
 
-    def save(self, state: Any, *, step: int, sharded: dict[str, Any] | None = None) -> None:
+    def save(self, state: object, *, step: int, sharded: dict[str, object] | None = None) -> None:
         """Write a checkpoint; after a CheckpointError the earlier ones are still there.
 
         `state` has rank 0's tensors, numbers and text, in dicts and lists. `step` counts the
@@ -115,18 +129,18 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
 
-    def load(self, sharded: dict[str, Any] | None = None) -> Any:
+    def load(self, sharded: dict[str, object] | None = None) -> Checkpoint | None:
         """Return what `latest` returns, and restore the random states of this rank."""
         if (found := self.latest(sharded)) is None:
             return None
         if len(found.random) == self.ranks.world_size:
-            _random_states(found.random[self.ranks.rank])
+            _restore(*found.random[self.ranks.rank])
         if self.channel is not None:
             self.channel.event("resumed", step=found.step, checkpoint=str(found.path))
         return found
 
-    def latest(self, sharded: dict[str, Any] | None = None) -> Any:
-        """Return the newest complete checkpoint (`path`, `step`, `state`), or None.
+    def latest(self, sharded: dict[str, object] | None = None) -> Checkpoint | None:
+        """Return the newest complete checkpoint, or None.
 
         It fills the tensors of `sharded`. Damaged ones are skipped, with a line on stderr; if all
         are damaged, or it is of another format or job, that is an error.
@@ -135,40 +149,41 @@ class Checkpoints:
         for step, path in listed:
             damage = next(filter(None, self._on_ranks(path, partial(self._damage, path))), "")
             if not damage:
-                content: dict[str, Any] = {}
-                self._on_ranks(path, partial(self._read, path, content, sharded))
-                return SimpleNamespace(path=path, step=step, **content)
+                found = Checkpoint(path, step)
+                self._on_ranks(path, partial(self._read, found, sharded))
+                return found
             if self.ranks.rank == 0:
                 print(f"checkpoint {path} is skipped: {damage}", file=sys.stderr, flush=True)
         if listed:
             raise CheckpointError(f"no checkpoint in {self._home} is complete")
         return None
 
-    def _on_ranks(self, path: Path, action: Callable[[], Any]) -> list[Any]:
+    def _on_ranks(self, path: Path, action: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return its answers; an error is raised on all."""
+        answer, problem = [], ""
         try:
-            outcome = action(), ""
+            answer = [action()]
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait
             where = f" (rank {self.ranks.rank} on {os.uname().nodename})" if self.ranks.rank else ""
-            outcome = None, f"checkpoint {path}: {_reason(error)}{where}"
-        answers, problems = zip(*self.ranks.gather(outcome))  # noqa: B905 - Python 3.9
-        if any(problems):
+            problem = f"checkpoint {path}: {_reason(error)}{where}"
+        gathered = self.ranks.gather((answer, problem))
+        if problems := [problem for _, problem in gathered if problem]:
             self._clean_up()
-            raise CheckpointError(next(filter(None, problems)))
-        return list(answers)
+            raise CheckpointError(problems[0])
+        return [one for answer, _ in gathered for one in answer]
 
     def _clean_up(self) -> None:
         if self.ranks.rank == 0:
             for left in self._home.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def _write_shards(self, aside: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+    def _write_shards(self, aside: Path, sharded: dict[str, object]) -> Files:
         writer = filesystem.FileSystemWriter(aside / SHARDS)
         state_dict_saver.save(sharded, storage_writer=writer, process_group=self.ranks.group)
         written = [*(aside / SHARDS).glob(f"__{self.ranks.rank}_*"), aside / SHARDS / ".metadata"]
         return {f"{SHARDS}/{file.name}": _facts(file) for file in written}
 
-    def _publish(self, path: Path, aside: Path, content: Any, files: Any) -> int:
+    def _publish(self, path: Path, aside: Path, content: object, files: Files) -> int:
         if self.ranks.rank:
             return 0
         aside.mkdir(parents=True, exist_ok=True)
@@ -209,14 +224,15 @@ class Checkpoints:
             changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
             raise CheckpointError(f"it belongs to other settings: {changes}")
         for name in sorted(files)[self.ranks.rank :: self.ranks.world_size]:
-            if not (path / name).exists() or _facts(path / name) != files[name]:
+            if not (path / name).exists() or [*_facts(path / name)] != files[name]:
                 return f"{name} is missing or damaged"
         return ""
 
-    def _read(self, path: Path, content: dict[str, Any], sharded: dict[str, Any] | None) -> None:
-        content.update(torch.load(path / STATE, map_location="cpu", weights_only=True))
+    def _read(self, found: Checkpoint, sharded: dict[str, object] | None) -> None:
+        content = torch.load(found.path / STATE, map_location="cpu", weights_only=True)
+        found.state, found.random = content["state"], content["random"]
         if sharded is not None:
-            files, group = filesystem.FileSystemReader(path / SHARDS), self.ranks.group
+            files, group = filesystem.FileSystemReader(found.path / SHARDS), self.ranks.group
             state_dict_loader.load(sharded, storage_reader=files, process_group=group)
 
 
@@ -228,12 +244,12 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or text.partition("\n")[0] or repr(error)
 
 
-def _facts(file: Path) -> list[Any]:
+def _facts(file: Path) -> tuple[int, str]:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
-    return [file.stat().st_size, digest.hexdigest()]
+    return file.stat().st_size, digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -241,10 +257,13 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _random_states(restored: list[Any] | None = None) -> list[Any]:
-    """Return the states of this rank's random generators, which can be restored before."""
-    found: Any = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-    found += [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] * torch.cuda.is_available()
-    for (_, restore), state in zip(found, restored or []):  # noqa: B905 - Python 3.9
-        restore(state)
-    return [read() for read, _ in found]
+def _random_states() -> list[object]:
+    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), random.getstate(), *gpu]
+
+
+def _restore(cpu: torch.Tensor, python: tuple[object, ...], *gpu: torch.Tensor) -> None:
+    torch.set_rng_state(cpu)
+    random.setstate(python)
+    if gpu and torch.cuda.is_available():
+        torch.cuda.set_rng_state(gpu[0])

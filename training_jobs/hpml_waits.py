@@ -36,12 +36,20 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, schedule
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    from hpml_channel import Channel
+
+    Averaged = torch.futures.Future[torch.Tensor]
+    Hook = Callable[..., Averaged]  # gets the state and a bucket of gradients
 
 __all__ = ["Waits", "measure_waits", "trace_steps"]
 
@@ -66,10 +74,10 @@ class Waits:
 
     def __init__(
         self,
-        channel: Any,
+        channel: Channel,
         *,
-        device: Any = "cpu",
-        group: Any = None,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
         highest: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.is_measured = False
@@ -127,7 +135,7 @@ class Waits:
         self._synchronize()
         self._seconds[counter] += time.perf_counter() - began
 
-    def average(self, hook: Any, state: Any, bucket: Any) -> Any:
+    def average(self, hook: Hook, state: object, bucket: GradBucket) -> Averaged:
         """Average a bucket of gradients; measured, if this step is."""
         if bucket.index() == 0:
             self.step()
@@ -187,7 +195,11 @@ class Waits:
 
 
 def measure_waits(
-    model: DistributedDataParallel, channel: Any, *, hook: Any = None, state: Any = None
+    model: DistributedDataParallel,
+    channel: Channel,
+    *,
+    hook: Hook | None = None,
+    state: object = None,
 ) -> Waits:
     """Measure how long this rank waits for others whenever gradients are averaged.
 
@@ -206,14 +218,17 @@ def measure_waits(
     return waits
 
 
-def _average(group: Any, bucket: Any) -> Any:
+def _average(group: dist.ProcessGroup, bucket: GradBucket) -> Averaged:
     """Average the gradients as DistributedDataParallel does it without a hook, to the bit."""
     gradients = bucket.buffer().mul_(1 / group.size())
     work = dist.all_reduce(gradients, group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    averaged: Averaged = work.get_future().then(lambda future: future.value()[0])
+    return averaged
 
 
-def trace_steps(directory: Path | None, rank: int, *, after: int) -> Any:
+def trace_steps(
+    directory: Path | None, rank: int, *, after: int
+) -> profile | nullcontext[SimpleNamespace]:
     """Return a context that traces five steps for `hpml report`; without a directory, none.
 
     Its `step` ends a step. Mark steps with `torch.profiler.record_function("hpml.step")`, and in

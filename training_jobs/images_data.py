@@ -6,10 +6,10 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,20 +17,46 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hpml_channel import Channel
+from hpml_checkpoint import Checkpoints, Ranks
+
 TEST_PART = 5  # every fifth image of a class is for testing
+# A checkpoint with other settings is refused.
+SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_epochs", "seed"]
 
 
 class JobError(Exception):
     """Something that the user can mend; the message is one line."""
 
 
-def raise_together(ranks: Any, problem: str) -> None:
+@dataclass
+class Position:
+    """How far a training of ddp_images.py is; all of it counts over all restarts."""
+
+    epochs: int = 0
+    step: int = 0
+    test_accuracy: float | None = None
+    seconds_to_accuracy: float | None = None
+    train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    steady_seconds: float = 0.0  # of this rank, after the warm-up
+    steady_samples: int = 0
+
+
+def say(ranks: Ranks, text: str) -> None:
+    """Print a line, on rank 0 only."""
+    if ranks.rank == 0:
+        print(text, flush=True)
+
+
+def raise_together(ranks: Ranks, problem: str) -> None:
     """Raise a JobError on all ranks if one of them has a problem: otherwise the others wait."""
     if problems := [*filter(None, ranks.gather(problem))]:
         raise JobError(problems[0])
 
 
-def report(result: dict[str, Any], channel: Any, output: Path | None) -> None:
+def report(result: Mapping[str, object], channel: Channel, output: Path | None) -> None:
     """Report the result of a training, and write it to result.json in a directory."""
     channel.result(**result)
     if output is not None:
@@ -119,7 +145,7 @@ class ImageData:
         JobError: the data or a directory cannot be used; on all ranks.
     """
 
-    def __init__(self, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._seed, self._batch_size = ranks, options.seed, options.batch_size
         self._order: list[int] = []
         self.problem = ""
@@ -168,13 +194,15 @@ class ImageData:
         """
         return self._batches(self._test)
 
-    def _batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(
+        self, loader: DataLoader[tuple[Tensor, int, str]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels, problems in loader:
             self.problem = self.problem or next(filter(None, problems), "")
             yield images, labels
 
 
-def order_of(epoch: int, images: int, seed: int, ranks: Any) -> list[int]:
+def order_of(epoch: int, images: int, seed: int, ranks: Ranks) -> list[int]:
     """Return this rank's share of an epoch's order, which depends on the seed and the epoch alone.
 
     Ranks take turns; the few images that do not go round are left out of this epoch, so that all
@@ -183,3 +211,14 @@ def order_of(epoch: int, images: int, seed: int, ranks: Any) -> list[int]:
     random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: list[int] = torch.randperm(images, generator=random).tolist()
     return order[ranks.rank : images - images % ranks.world_size : ranks.world_size]
+
+
+def checkpoints_of(
+    options: argparse.Namespace, data: ImageData, channel: Channel, ranks: Ranks
+) -> Checkpoints | None:
+    """Return the checkpoints of a training, if there is a directory for them."""
+    if options.checkpoint is None:
+        return None
+    job = {name: getattr(options, name) for name in SAME}
+    job.update(world_size=ranks.world_size, train_images=data.train_images)
+    return Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)

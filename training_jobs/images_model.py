@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from math import cos, gcd, pi
-from typing import Any
 
 import torch
 from images_data import JobError
@@ -61,24 +61,24 @@ def resnet18(channels: int, classes: int, width: int, dropout: float) -> nn.Modu
 MODELS = {"cnn": cnn, "resnet18": resnet18}
 
 
-def make_model(options: Any, channels: int, classes: int, device: torch.device) -> Any:
+def make_model(options: Namespace, channels: int, classes: int, device: torch.device) -> nn.Module:
     """Return the model that the options describe, in which some may be missing."""
     sizes = channels, classes, options.width, options.dropout
-    model: Any = MODELS[options.model](*sizes).to(device)
+    model = MODELS[options.model](*sizes).to(device)
     if getattr(options, "channels_last", False):
-        model.to(memory_format=torch.channels_last)
+        nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     if getattr(options, "compile", False):
         model.compile()
     return model
 
 
-def make_optimizer(model: nn.Module, options: Any) -> Any:
+def make_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimizer:
     """Return what changes the weights: SGD with Nesterov's momentum."""
     parameters = model.parameters()
     return torch.optim.SGD(parameters, options.lr, 0.9, weight_decay=1e-4, nesterov=True)
 
 
-def learning_rate(step: int, epoch_steps: int, world_size: int, options: Any) -> float:
+def learning_rate(step: int, epoch_steps: int, world_size: int, options: Namespace) -> float:
     """Return the rate of a step: from that of one rank to that of all, then a cosine to 0."""
     warm_up, total = options.lr_warmup_epochs * epoch_steps, options.epochs * epoch_steps
     if step < warm_up:
@@ -87,7 +87,7 @@ def learning_rate(step: int, epoch_steps: int, world_size: int, options: Any) ->
     return float(options.lr * world_size * 0.5 * (1 + cos(pi * part)))
 
 
-def choose_device(options: argparse.Namespace) -> torch.device:
+def choose_device(options: Namespace) -> torch.device:
     """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
     device, choice = torch.device("cpu"), getattr(options, "device", "auto")
     if choice != "cpu" and torch.cuda.is_available():
@@ -103,7 +103,9 @@ def choose_device(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def precision_of(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+def precision_of(
+    options: Namespace, device: torch.device
+) -> tuple[Callable[[], torch.autocast], torch.amp.GradScaler]:
     """Return what begins mixed precision, and the scaler that fp16's gradients need."""
     half = torch.float16 if options.amp == "fp16" else torch.bfloat16
     autocast = partial(torch.autocast, device.type, half, enabled=options.amp != "off")

@@ -18,18 +18,20 @@ import os
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from hpml_channel import Channel
@@ -46,6 +48,7 @@ NUMBERS = {  # options that are numbers
 }  # fmt: skip
 # With others it is another training. The number of ranks, --batch-size and --parallel may change.
 SAME = "steps sequence layers heads width seed lr lr_warmup_steps weight_decay clip".split()
+Position = tuple[int, dict[int, list[float]], float]  # step; by step: seconds, bits; seconds so far
 MOST_TEST_BYTES = 1 << 16  # the test text is the last tenth, but no more: a stop waits for its end
 
 
@@ -94,21 +97,20 @@ def read_text(data: Path, sequence: int) -> tuple[Tensor, Tensor]:
     return text[:-test], text[-test:]
 
 
-def distribute(network: GPT, options: Namespace, device: torch.device, channel: Channel) -> Any:
+def distribute(gpt: GPT, options: Namespace, device: torch.device, channel: Channel) -> nn.Module:
     """Return a model whose gradients are averaged over the ranks."""
-    for block in network.blocks if options.compile else ():
+    for block in gpt.blocks if options.compile else ():
         block.compile()
     if options.parallel == "ddp":
-        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
         measure_waits(model, channel)
         return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy()
-    if options.amp == "bf16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (*network.blocks, network):
+    dtypes = (torch.bfloat16, torch.float32) if options.amp == "bf16" else ()
+    precision = MixedPrecisionPolicy(*dtypes)  # of weights, and of sums of gradients
+    for part in (*gpt.blocks, gpt):
         fully_shard(part, mesh=mesh, mp_policy=precision)
-    return network
+    return gpt
 
 
 def learning_rate(step: int, options: Namespace) -> float:
@@ -128,19 +130,19 @@ def batch_of(text: Tensor, step: int, options: Namespace, ranks: Ranks) -> Tenso
     return windows[numbers[ranks.rank :: ranks.world_size]].long()
 
 
-def train_step(model: Any, optimizer: Any, windows: Tensor, options: Namespace) -> Tensor:
+def train_step(model: nn.Module, optimizer: Optimizer, batch: Tensor, options: Namespace) -> Tensor:
     """Take one step of the optimizer; return this rank's loss in bits per byte."""
-    total = torch.zeros((), device=windows.device)
-    for number, batch in enumerate(torch.split(windows, options.batch_size), 1):
+    total = torch.zeros((), device=batch.device)
+    for number, part in enumerate(torch.split(batch, options.batch_size), 1):
         # Gradients are averaged over the ranks once, in the last backward pass.
-        if options.parallel == "ddp":
+        if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = number == options.accumulate
-        else:
+        elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == options.accumulate)
-        loss = model(batch).mean() / options.accumulate
+        loss = model(part).mean() / options.accumulate
         loss.backward()
         total += loss.detach() / math.log(2)
-    norm = nn.utils.get_total_norm([one.grad for one in model.parameters()])
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP: of all shards
     nn.utils.clip_grads_with_norm_(model.parameters(), options.clip, norm)
     optimizer.step()
@@ -164,25 +166,25 @@ def evaluate(model: nn.Module, text: Tensor, options: Namespace, ranks: Ranks) -
     return float(sums[0] / sums[1])
 
 
-def save(to: Checkpoints, model: nn.Module, optimizer: Any, step: int, state: Any) -> None:
+def save(to: Checkpoints, model: nn.Module, optimizer: Optimizer, step: int, state: object) -> None:
     """Write a checkpoint, which any number of ranks can load, with DDP or FSDP."""
     weights, momenta = get_state_dict(model, optimizer)
     to.save(state, step=step, sharded={"model": weights, "optimizer": momenta})
 
 
-def load(checkpoints: Checkpoints, model: nn.Module, optimizer: Any) -> tuple[int, Any]:
-    """Take over the newest checkpoint; return its step and state, 0 and {} if there is none."""
+def load(checkpoints: Checkpoints, model: nn.Module, optimizer: Optimizer) -> Position:
+    """Take over the newest checkpoint, if there is one; return its position."""
     weights, momenta = get_state_dict(model, optimizer)
     found = checkpoints.load({"model": weights, "optimizer": momenta})
     if found is None:
         optimizer.state.clear()  # get_state_dict took a step, with a learning rate of 0
-        return 0, {}
+        return 0, {}, 0.0
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
-    return found.step, found.state
+    return found.step, found.state["evaluations"], found.state["seconds"]
 
 
 # One loop to read from top to bottom, and to change.
-def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C901, PLR0912, PLR0915
+def train(options: Namespace, channel: Channel, device: torch.device) -> None:  # noqa: C901, PLR0912, PLR0915
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     ranks, problem, size = Ranks(), "", 0
     try:
@@ -203,17 +205,16 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
     samples = options.batch_size * options.accumulate
     tokens = samples * options.sequence * ranks.world_size  # per step
-    checkpoints, step, state = None, 0, dict[str, Any]()
+    checkpoints, step, evaluations, seconds = None, 0, dict[int, list[float]](), 0.0
     if options.checkpoint is not None:
         job = {name: getattr(options, name) for name in SAME}
         job.update(tokens_per_step=tokens, text_bytes=size)
         checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
-        step, state = load(checkpoints, model, optimizer)
-    evaluations = state.get("evaluations", {})  # by step: seconds, bits per byte
-    start, saved = time.perf_counter() - state.get("seconds", 0), step
+        step, evaluations, seconds = load(checkpoints, model, optimizer)
+    start, saved = time.perf_counter() - seconds, step
     every = options.log_every, options.eval_every, options.checkpoint_every
     steady, steady_seconds, rate, mfu = step + options.warm_up_steps, 0.0, 0.0, None
-    say: Any = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
+    say: Callable[[str], None] = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
     say(f"{options.parallel}, {ranks.world_size} ranks, {step} of {options.steps} steps are done")
     say(f"MFU = tokens/s * (6 N + 12 L H Q T) / (devices * peak); {flops:,} FLOP, peak {origin}")
     if options.compile:
@@ -315,8 +316,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     options, channel, status = parse(arguments), Channel.from_env(), 0
     channel.event("rendezvous")
     if "RANK" not in os.environ:  # alone
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        os.environ.update(alone)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     try:
         device = choose_device(options)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

@@ -17,11 +17,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-SPECIES = ("spruce", "oak", "acacia", "poplar", "willow", "birch")
+Floats = NDArray[np.floating]
+Integers = NDArray[np.int64]
+
+SPECIES: tuple[str, ...] = ("spruce", "oak", "acacia", "poplar", "willow", "birch")
 POINTS = 1024  # of a tree in the file
 CANDIDATES = 4096  # of a tree before beams are stopped
 CHUNK = 96  # trees at a time, which fit into a cache; a multiple of the number of species
@@ -44,7 +47,7 @@ SHAPES = {
 
 def make_trees(
     count: int, seed: int = 1, noise: float = 0.05, *, turn: bool = True
-) -> tuple[Any, Any]:
+) -> tuple[NDArray[np.float32], Integers]:
     """Return points (count, POINTS, 3) in metres and labels; tree i depends on seed and i only.
 
     Without `turn` the scanner is in the direction of x.
@@ -59,7 +62,7 @@ def make_trees(
     return points, labels
 
 
-def _profile(species: Any, height: Any) -> Any:
+def _profile(species: Integers, height: Floats) -> Floats:
     """Return the radius of a crown, from 0 to 1, at a height from 0 (its base) to 1 (its top)."""
     middle = 2 * height - 1
     cone, ball = 1 - height, np.sqrt(np.maximum(0, 1 - middle**2))
@@ -67,7 +70,7 @@ def _profile(species: Any, height: Any) -> Any:
     return np.choose(species, (cone, ball, half, column, half, ball))
 
 
-def _grow(species: Any, random: np.random.Generator) -> Any:
+def _grow(species: Integers, random: np.random.Generator) -> Floats:
     """Return points all over trees (trees, CANDIDATES, 3), one tree for each of the species."""
     trees, size, circle = len(species), (len(species), CANDIDATES), 2 * np.pi
     shape = {name: random.uniform(*np.array(ends)[:, species]) for name, ends in SHAPES.items()}
@@ -79,18 +82,16 @@ def _grow(species: Any, random: np.random.Generator) -> Any:
     turns = random.uniform(0, circle, tips.shape)
     lengths = shape["hang"] * random.uniform(0.3, 1, tips.shape)
     number = (random.random(size) * shape["branches"].round()).astype(int)
+    is_willow, is_birch = (species[:, None] == SPECIES.index(one) for one in ("willow", "birch"))
 
-    def of_branch(values: Any) -> Any:
+    def of_branch(values: Floats) -> Floats:
         return np.take_along_axis(values, number, 1)
-
-    def is_species(name: str) -> Any:
-        return (species == SPECIES.index(name))[:, None]
 
     along = random.random(size) ** 0.6  # from the stem to the tip; most leaves are outside
     reach, turn = of_branch(radius), of_branch(turns)
     z = shape["base"] + (1 - shape["base"]) * of_branch(tips) - shape["rise"] * reach * (1 - along)
     z -= of_branch(lengths) * np.clip(2 * along - 1, 0, 1)  # the outer half hangs, straight down
-    outward = reach * np.minimum(1, along * np.where(is_species("willow"), 1.6, 1))
+    outward = reach * np.minimum(1, along * np.where(is_willow, 1.6, 1))
     leaves = np.stack((outward * np.cos(turn), outward * np.sin(turn), z), 2)
     leaves += random.standard_normal(leaves.shape) * shape["leaf"][:, :, None]
     # Wood: the stem, which becomes thinner.
@@ -100,7 +101,7 @@ def _grow(species: Any, random: np.random.Generator) -> Any:
     wood = np.stack((thick * np.cos(turn), thick * np.sin(turn), height), 2)
     points = np.where(is_wood[:, :, None], wood, leaves)
     # Stems lean from a fork on. All species have one stem, but a birch has two or three.
-    stems = np.where(is_species("birch"), random.integers(2, 4, (trees, 1)), 1)
+    stems = np.where(is_birch, random.integers(2, 4, (trees, 1)), 1)
     stem = np.where(is_wood, (random.random(size) * stems).astype(int), number % stems)
     turn = circle * (stem / stems + random.random((trees, 1)))
     above = np.maximum(0, points[:, :, 2] - random.uniform(0.1, 0.25, (trees, 1)))
@@ -111,7 +112,7 @@ def _grow(species: Any, random: np.random.Generator) -> Any:
     return points * random.uniform(6, 25, (trees, 1, 1))
 
 
-def _scan(points: Any, noise: float, random: np.random.Generator) -> Any:
+def _scan(points: Floats, noise: float, random: np.random.Generator) -> Floats:
     """Return the points that a scanner on a tripod sees (trees, POINTS, 3), with its errors."""
     trees, height = len(points), points[:, :, 2].max(1)
     place = height * random.uniform(1, 1.6, trees), np.zeros(trees), np.full(trees, 1.5)
@@ -135,7 +136,7 @@ def _scan(points: Any, noise: float, random: np.random.Generator) -> Any:
     return seen + np.take_along_axis(away, order[:, :, None], 1) * error[:, :, None]
 
 
-def _turn(trees: Any, random: np.random.Generator) -> Any:
+def _turn(trees: Floats, random: np.random.Generator) -> Floats:
     """Return trees that are turned about the vertical axis: the scanner may be on any side."""
     x, y, z = trees.transpose(2, 0, 1)
     angle = random.uniform(0, 2 * np.pi, (len(trees), 1))
@@ -143,7 +144,7 @@ def _turn(trees: Any, random: np.random.Generator) -> Any:
     return np.stack((*turned, z), 2)
 
 
-def write_trees(file: Path, points: Any, labels: Any) -> None:
+def write_trees(file: Path, points: Floats, labels: Integers) -> None:
     """Write a file, complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)

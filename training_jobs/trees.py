@@ -19,7 +19,7 @@ import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
 from hpml_waits import measure_waits, trace_steps
-from trees_data import Data, load_data
+from trees_data import load_data
 from trees_model import MODELS
 
 NUMBERS = {  # options that are numbers
@@ -79,31 +79,61 @@ def learning_rate(step: int, steps: int, options: Namespace) -> float:
     return float(rate * 0.5 * (1 + math.cos(math.pi * part)))
 
 
-def train_step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor, int], run: Any) -> Any:
+class Run:
+    """What the loop works with; an error of one rank is raised on all."""
+
+    def __init__(self, options: Namespace, channel: Channel, device: torch.device) -> None:
+        self.options, self.channel, self.device, self.ranks = options, channel, device, Ranks()
+        self.data = data = load_data(options, self.ranks)
+        torch.manual_seed(options.seed)  # the same weights on all ranks
+        self.network = MODELS[options.model](len(data.species), options.width).to(device)
+        self.model = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
+        measure_waits(self.model, channel)
+        weights, decay = self.network.parameters(), options.weight_decay
+        self.optimizer = torch.optim.SGD(weights, options.lr, 0.9, 0, decay, nesterov=True)
+        is_bf16 = options.amp == "bf16"
+        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
+        # By epoch: seconds, and what `evaluate` returns.
+        self.evaluations: dict[int, tuple[float, float, float, list[list[int]]]] = {}
+        self.started, self.checkpoints = time.perf_counter(), None
+        if options.checkpoint is not None:
+            job = {name: getattr(options, name) for name in SAME}
+            job.update(trees=len(data.targets), batch=data.batch)
+            to, ranks = options.checkpoint, self.ranks
+            self.checkpoints = Checkpoints(to, job=job, channel=channel, ranks=ranks)
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0 only."""
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+
+def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
     """Take one step of the optimizer; return this rank's loss, whose mean over ranks is all's."""
     clouds, targets, count = batch
     with run.autocast():
-        scores = model(clouds.to(run.device))
+        scores = run.model(clouds.to(run.device))
     # The sum over all ranks divided by their trees: a last batch may be uneven.
-    loss: Any = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
+    loss = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
     loss = loss * (run.ranks.world_size / count)  # DDP divides by the world size
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), run.options.clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     return loss.detach()
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, data: Data, run: Any) -> tuple[float, float, list[list[int]]]:
+def evaluate(run: Run) -> tuple[float, float, list[list[int]]]:
     """Return accuracy and loss on the test trees, and how many of each species got each name."""
-    classes, loss, ranks = len(data.species), torch.zeros(1, dtype=torch.float64), run.ranks
+    data, ranks, loss = run.data, run.ranks, torch.zeros(1, dtype=torch.float64)
+    classes = len(data.species)
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
     mine = [part[ranks.rank :: ranks.world_size] for part in data.test]
     for clouds, targets in zip(*(part.split(64) for part in mine)):  # noqa: B905 - Python 3.9
         with run.autocast():
             groups = data.groups_of(clouds.to(run.device))
-            scores = network(groups.flatten(0, 1)).float().cpu()
+            scores = run.network(groups.flatten(0, 1)).float().cpu()
         scores = scores.unflatten(0, groups.shape[:2]).mean(1)
         loss += nn.functional.cross_entropy(scores, targets, reduction="sum")
         pairs = classes * targets + scores.argmax(1)
@@ -114,14 +144,15 @@ def evaluate(network: nn.Module, data: Data, run: Any) -> tuple[float, float, li
     return int(table.trace()) / total, float(loss) / total, table.tolist()
 
 
-def save(run: Any, step: int) -> None:
-    """Write a checkpoint."""
+def save(run: Run, step: int) -> None:
+    """Write a checkpoint, if there is a directory for it."""
     state = {name: getattr(run, name).state_dict() for name in ("network", "optimizer")}
     state.update(evaluations=run.evaluations, seconds=time.perf_counter() - run.started)
-    run.checkpoints.save(state, step=step)
+    if run.checkpoints:
+        run.checkpoints.save(state, step=step)
 
 
-def load(run: Any) -> int:
+def load(run: Run) -> int:
     """Take over the newest checkpoint; return its step, 0 if there is none."""
     found = run.checkpoints.load() if run.checkpoints else None
     if found is None:
@@ -132,32 +163,11 @@ def load(run: Any) -> int:
     return int(found.step)
 
 
-def prepare(options: Namespace, channel: Channel, device: torch.device) -> tuple[Any, Data]:
-    """Return what the loop works with, and the data; an error of one rank is raised on all."""
-    data = load_data(options, ranks := Ranks())
-    torch.manual_seed(options.seed)  # the same weights on all ranks
-    run = Namespace(options=options, ranks=ranks, channel=channel, device=device, evaluations={})
-    run.network = MODELS[options.model](len(data.species), options.width).to(device)
-    run.model = DistributedDataParallel(run.network, gradient_as_bucket_view=True)
-    measure_waits(run.model, channel)
-    sgd: Any = {"momentum": 0.9, "nesterov": True, "weight_decay": options.weight_decay}
-    run.optimizer = torch.optim.SGD(run.network.parameters(), lr=options.lr, **sgd)
-    is_bf16 = options.amp == "bf16"
-    run.autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
-    run.started, run.checkpoints = time.perf_counter(), None
-    if options.checkpoint is not None:
-        job = {name: getattr(options, name) for name in SAME}
-        job.update(trees=len(data.targets), batch=data.batch)
-        run.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
-    run.say = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
-    return run, data
-
-
 # One loop to read from top to bottom, and to change.
 def train(options: Namespace, channel: Channel, device: torch.device) -> None:
     """Train from the newest checkpoint to the last step, or until asked to stop."""
-    run, data = prepare(options, channel, device)
-    steps, ranks = options.epochs * data.steps_per_epoch, run.ranks
+    run = Run(options, channel, device)
+    data, ranks, steps = run.data, run.ranks, options.epochs * run.data.steps_per_epoch
     step = saved = load(run)
     steady, samples, seconds, rate = step + options.warm_up_steps, 0, 0.0, None
     trees = f"{len(data.targets)} trees to train with, {len(data.test[1])} to test"
@@ -175,7 +185,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
                 waited = time.perf_counter() - mark
                 for group in run.optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, options)
-                loss = train_step(run.model, run.optimizer, batch, run)
+                loss = train_step(run, batch)
             step += 1
             epoch, place = divmod(step, data.steps_per_epoch)
             is_due = step == steady or step % options.log_every == 0 or place == 0
@@ -195,21 +205,22 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
             stop = agreement.exchange(channel.stop_requested())
             if step == steps or (place == 0 and epoch % options.eval_every == 0):
                 with channel.timed("evaluation_seconds"):
-                    accuracy, *more = evaluate(run.network, data, run)
-                run.evaluations[epoch] = [time.perf_counter() - run.started, accuracy, *more]
+                    accuracy, test_loss, table = evaluate(run)
+                at = time.perf_counter() - run.started
+                run.evaluations[epoch] = at, accuracy, test_loss, table
                 channel.gauge(accuracy=accuracy)
                 channel.event("evaluation", accuracy=accuracy, epoch=epoch)
-                run.say(f"epoch {epoch}: test accuracy {accuracy:.4f}, loss {more[0]:.4f}")
-            if step % options.checkpoint_every == 0 and run.checkpoints:
+                run.say(f"epoch {epoch}: test accuracy {accuracy:.4f}, loss {test_loss:.4f}")
+            if step % options.checkpoint_every == 0:
                 save(run, saved := step)
-    if run.checkpoints and step > saved:
+    if step > saved:
         save(run, step)
     if stop:
         channel.event("stopping", step=step)
-    report(run, data, step, rate, stopped=step < steps)
+    report(run, step, rate, stopped=step < steps)
 
 
-def report(run: Any, data: Data, step: int, rate: float | None, *, stopped: bool) -> None:
+def report(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
     """Print, write and send the final figures."""
     options, total, evaluated = run.options, time.perf_counter() - run.started, run.evaluations
     target = options.target_accuracy
@@ -235,7 +246,7 @@ def report(run: Any, data: Data, step: int, rate: float | None, *, stopped: bool
         run.channel.result(**result)
     if run.ranks.rank == 0 and options.output is not None:
         curve = {epoch: values[:3] for epoch, values in evaluated.items()}
-        more = {"species": data.species, "confusion": table, "evaluations": curve}
+        more = {"species": run.data.species, "confusion": table, "evaluations": curve}
         aside = options.output / ".result.json.new"
         aside.write_text(json.dumps({**result, **more}, indent=1))
         aside.replace(options.output / "result.json")

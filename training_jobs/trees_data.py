@@ -6,14 +6,13 @@ import math
 import zipfile
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpml_checkpoint import Ranks
-from make_trees import SPECIES, make_trees
+from make_trees import SPECIES, Floats, Integers, make_trees
 
 
 class Data:
@@ -71,7 +70,7 @@ class Data:
         return torch.addmm(noise, cloud, turn)
 
 
-def read_trees(file: Path) -> tuple[Any, Any, tuple[str, ...]]:
+def read_trees(file: Path) -> tuple[Floats, Integers, tuple[str, ...]]:
     """Return points, labels and species of a file.
 
     Raises:

@@ -12,18 +12,25 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from make_trees import SPECIES, make_trees
 
 
-def draw(result: dict[str, Any], file: Path) -> None:
+class Result(TypedDict):
+    """What trees.py writes to result.json, as far as it is drawn."""
+
+    evaluations: dict[str, tuple[float, float, float]]  # by epoch: seconds, accuracy, loss
+    species: list[str]
+    confusion: list[list[int]]
+
+
+def draw(result: Result, file: Path) -> None:
     """Write a picture of a result.json."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second
 
     figure = Figure(figsize=(11, 8), layout="constrained")
-    halves: Any = figure.subfigures(2, 1, height_ratios=(1, 1.2))
-    above, below = halves
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.2)).flat
     above.suptitle("Synthetic trees, as a scanner on the right sees them")
     points, _ = make_trees(len(SPECIES), seed=5, turn=False)
     for axes, cloud, name in zip(above.subplots(1, len(SPECIES)), points, SPECIES):  # noqa: B905 - Python 3.9

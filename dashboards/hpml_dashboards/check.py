@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import promql_parser
 from hpml_exporters.catalogue import ALL
@@ -41,6 +41,30 @@ _HISTOGRAM = ("_bucket", "_sum", "_count")
 _WITHOUT_UNIT = ("text", "row")
 
 
+class _Place(TypedDict):
+    x: int
+    y: int
+    w: int
+    h: int
+
+
+class _Panel(TypedDict, total=False):
+    type: str
+    title: str
+    description: str
+    gridPos: _Place
+    fieldConfig: Mapping[str, Mapping[str, object]]
+    targets: list[dict[str, str]]
+    panels: list[_Panel]  # of a row that is folded
+
+
+class Dashboard(TypedDict):
+    """Of a dashboard's JSON what is checked."""
+
+    templating: dict[str, list[dict[str, str]]]
+    panels: list[_Panel]
+
+
 class Finding(NamedTuple):
     """Something wrong with a dashboard."""
 
@@ -68,7 +92,9 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
         InputError: no dashboards or no rule files were found.
     """
     findings: list[Finding] = []
-    found = {path.stem: read_json(path) for path in sorted(directory.glob("hpml-*.json"))}
+    found: dict[str, Dashboard] = {
+        path.stem: read_json(path) for path in sorted(directory.glob("hpml-*.json"))
+    }
     if not found:
         raise InputError("has no dashboards of hpml", field="DIR", value=str(directory))
     built = build()
@@ -83,7 +109,7 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
     return findings + list(_query_findings(asked, *_rules(rules)))
 
 
-def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
+def queries(uid: str, dashboard: Dashboard) -> Iterator[Query]:
     """Yield the queries of a dashboard's variables and panels, with Grafana's ranges filled in."""
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
@@ -95,13 +121,13 @@ def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
             yield Query(uid, panel["title"], expression)
 
 
-def _panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _panels(dashboard: Dashboard) -> Iterator[_Panel]:
     for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", ())
 
 
-def _panel_findings(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _panel_findings(dashboard: Dashboard) -> Iterator[tuple[str, str]]:
     panels = list(_panels(dashboard))
     for panel in panels:
         if panel["type"] != "row" and not panel.get("description"):

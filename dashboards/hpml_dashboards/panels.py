@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.builders import dashboard as builders
@@ -271,7 +271,8 @@ def listing(
         none: text of the panel without rows.
     """
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
-    shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
+    # Title and properties by name of the field.
+    shown: dict[str, tuple[str, dict[str, object]]] = {}
     names = labels.split()
     for label in names:  # the last one takes the room that is left
         properties = _label_properties(label, is_last=label == names[-1])
@@ -300,7 +301,7 @@ def listing(
     return panel.no_value(none).cell_height(shapes.TableCellHeight.SM)
 
 
-def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any:
+def variable(name: str, label: str, values: str, *, newest: bool = False) -> builders.QueryVariable:
     """Return a variable whose choices Prometheus gives, as `label_values(metric, label)`.
 
     Args:
@@ -326,7 +327,7 @@ def build_dashboard(
     uid: str,
     about: str,
     descriptions: str,
-    variables: Sequence[Any],
+    variables: Sequence[builders.QueryVariable],
     content: Sequence[Panel | str],
     *,
     since: str = "now-1h",
@@ -405,8 +406,8 @@ def _panel(
     return panel
 
 
-def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
-    properties: dict[str, Any] = {}
+def _label_properties(label: str, *, is_last: bool) -> dict[str, object]:
+    properties: dict[str, object] = {}
     if label in _LINKED:
         kept = "${__url_time_range}&${datasource:queryparam}&${cluster:queryparam}"
         url = f"/d/hpml-{_LINKED[label]}?{kept}&var-{label}=${{__value.raw}}"
@@ -418,13 +419,13 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
     return properties
 
 
-def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
+def _value_properties(title: str, *, is_sorted: bool) -> dict[str, object]:
     kind = _KIND_OF.get(title, "count")
     unit, steps, _, decimals = _KINDS[kind]
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 150 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
-    properties: dict[str, Any] = {"unit": unit, "custom.width": width}
+    properties: dict[str, object] = {"unit": unit, "custom.width": width}
     if decimals is not None:
         properties["decimals"] = decimals
     if len(steps) > 1:
@@ -436,10 +437,10 @@ def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
     return properties
 
 
-def _steps(kind: _Kind) -> dict[str, Any]:
+def _steps(kind: _Kind) -> dict[str, object]:
     steps = [{"value": value, "color": colour} for value, colour in kind.steps]
     return {"mode": "absolute", "steps": steps}
 
 
-def _properties(**properties: Any) -> list[models.DynamicConfigValue]:
+def _properties(**properties: object) -> list[models.DynamicConfigValue]:
     return [models.DynamicConfigValue(id_val=name, value=it) for name, it in properties.items()]

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import niquests
 from grafana_client.api import GrafanaApi
@@ -30,6 +30,7 @@ from hpml_orchestrator.spec.address import read_secret, split_login, web_address
 __all__ = ["Outcome", "Push", "alert_groups", "push", "read_token"]
 
 Json = dict[str, Any]
+_T = TypeVar("_T")
 
 _MESSAGE = "hpml dashboards push "
 _FOLDER = "hpml"
@@ -342,7 +343,7 @@ class _Grafana:
             f"{' and none is the default' if sources else ''}: use --datasource or --prometheus"
         )
 
-    def _find(self, call: Callable[..., Any], *arguments: str) -> Json | None:
+    def _find(self, call: Callable[..., object], *arguments: str) -> Json | None:
         """What is there, or None."""
         try:
             found = call(*arguments)
@@ -352,7 +353,7 @@ class _Grafana:
             raise
         return found if isinstance(found, dict) else None
 
-    def _ask(self, call: Callable[..., Any], *arguments: str) -> Any:
+    def _ask(self, call: Callable[..., _T], *arguments: str) -> _T:
         """Call what all the rest depends on."""
         try:
             return call(*arguments)
@@ -394,7 +395,7 @@ def _reason(error: BaseException) -> str:
     return "it speaks no HTTP" if isinstance(error, niquests.RequestException) else "no JSON"
 
 
-def _of_interest(current: Any, wanted: Any) -> Any:
+def _of_interest(current: object, wanted: object) -> object:
     """What is there, without the fields that Grafana added."""
     if isinstance(current, dict) and isinstance(wanted, dict):
         shared = current.keys() & wanted.keys()
@@ -404,7 +405,7 @@ def _of_interest(current: Any, wanted: Any) -> Any:
     return current
 
 
-def _text(value: Json) -> str:
+def _text(value: object) -> str:
     return json.dumps(value, indent=1, sort_keys=True)
 
 

@@ -124,7 +124,9 @@ class Prometheus:
             why = getattr(reason, "strerror", None) or reason
             raise PrometheusError(f"cannot reach Prometheus at {self.url}: {why}") from None
 
-    def _checked(self, status: int, answer: Any) -> tuple[int, bytes]:
+    def _checked(
+        self, status: int, answer: http.client.HTTPResponse | urllib.error.HTTPError
+    ) -> tuple[int, bytes]:
         """Read an answer that is Prometheus' JSON."""
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             what = "refuses these credentials" if self._authorization else "asks for a password"
@@ -259,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as in the base class
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as in the base class
         """Print nothing: addresses have the token."""
 
 
@@ -290,7 +292,7 @@ class ViewerServer(ThreadingHTTPServer):
             path.stem: path.read_bytes() for path in sorted(dashboards.glob("*.json"))
         }
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Report faults, but not that a browser closed its connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)

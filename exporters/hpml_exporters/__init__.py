@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpml_exporters.app import NodeCollector
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeCollector"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[NodeCollector]:
     """Import what is asked for: a lean process that needs little of it stays lean."""
     if name == "NodeCollector":
         from hpml_exporters.app import NodeCollector  # noqa: PLC0415

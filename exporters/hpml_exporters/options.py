@@ -9,7 +9,6 @@ import re
 import socket
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from hpml_exporters.jobs.board import LOCAL_CLUSTER, JobFacts, JobsBoard, facts_of
 from hpml_orchestrator.errors import InputError, did_you_mean
@@ -128,7 +127,7 @@ class NodeOptions:
         Raises:
             ValueError: it is not such an object.
         """
-        data: dict[str, Any] = json.loads(text)
+        data = json.loads(text)
         unknown = set(data) - {one.name for one in fields(cls)}
         if unknown:
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}")

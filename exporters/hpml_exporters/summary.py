@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prometheus_client.core import Metric
 
@@ -81,7 +81,8 @@ class Summary:
         self._counts: dict[str, list[float]] = {}  # key -> total, last reading
         self._means: dict[str, list[float]] = {}  # key -> mean, seconds that it is the mean of
         self._peaks: dict[str, float] = {}
-        self._facts: dict[str, Any] = {"gpus": {}, "sure": False}
+        self._gpus: dict[str, str] = {}  # names by UUID
+        self._sure = False  # whether these are the job's GPUs
         self._seconds = 0.0
         self._began = self._updated = 0.0
         self._starts = 1
@@ -108,7 +109,7 @@ class Summary:
         """
         write_json(path, self.to_json())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures; those that were never reported are left out."""
         return {
             "jobid": self._jobid,
@@ -119,10 +120,10 @@ class Summary:
             "starts": self._starts,
             "job": self._job_figures(),
             "training": self._totals("train"),
-            "gpus": [self._gpu_figures(uuid) for uuid in self._facts["gpus"]],
+            "gpus": [self._gpu_figures(uuid) for uuid in self._gpus],
             "state": {"counts": self._counts, "means": self._means, "peaks": self._peaks},
-            "gpu_names": self._facts["gpus"],
-            "gpus_sure": self._facts["sure"],
+            "gpu_names": self._gpus,
+            "gpus_sure": self._sure,
         }
 
     def _note_job(self, families: Mapping[str, Metric]) -> None:
@@ -145,10 +146,10 @@ class Summary:
     def _note_gpus(self, families: Mapping[str, Metric], step: float) -> None:
         own = self._own_gpus(families)
         for uuid in sorted(own):
-            self._facts["gpus"].setdefault(uuid, "")
+            self._gpus.setdefault(uuid, "")
         for uuid, name in _by_uuid(families.get("hpml_gpu_info"), "name"):
             if uuid in own:
-                self._facts["gpus"][uuid] = name
+                self._gpus[uuid] = name
         for uuid in own:
             self._mean(f"gpu/{uuid}/present", 1.0, step)
         power = dict(_values(families.get("hpml_gpu_power_watts")))
@@ -182,17 +183,17 @@ class Summary:
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
         if family is not None:
-            if not self._facts["sure"]:
+            if not self._sure:
                 # GPUs are seen a moment before jobs are: what was taken for the job's is others'.
-                self._facts["sure"] = True
-                for uuid in self._facts["gpus"].keys() - own:
+                self._sure = True
+                for uuid in self._gpus.keys() - own:
                     self._forget_gpu(uuid)
             return own
         seen = {uuid for uuid, _ in _by_uuid(families.get("hpml_gpu_info"), "name")}
-        return seen & self._facts["gpus"].keys() if self._facts["sure"] else seen
+        return seen & self._gpus.keys() if self._sure else seen
 
     def _forget_gpu(self, uuid: str) -> None:
-        del self._facts["gpus"][uuid]
+        del self._gpus[uuid]
         for kept in (self._counts, self._means, self._peaks):
             for key in [key for key in kept if key.startswith(f"gpu/{uuid}/")]:
                 del kept[key]
@@ -252,18 +253,18 @@ class Summary:
             figures["mean_cpus"] = round(figures["cpu_seconds"] / seconds, 3)
         return figures | _below("job/", self._peaks)
 
-    def _gpu_figures(self, uuid: str) -> dict[str, Any]:
+    def _gpu_figures(self, uuid: str) -> dict[str, object]:
         begin = f"gpu/{uuid}/"
         means = _below(begin, self._means)
         _, seconds = means.pop("present", (1.0, 0.0))
-        name = self._facts["gpus"][uuid]
-        figures: dict[str, Any] = {"uuid": uuid, "name": name, "seconds": round(seconds, 3)}
+        figures = {"seconds": round(seconds, 3)}
+        parts: dict[str, dict[str, float]] = {}
         figures |= {key: round(mean, 4) for key, (mean, _) in means.items() if key != _BUSY_SHARE}
         figures |= _below(begin, self._peaks)
         for key, (total, _) in _below(begin, self._counts).items():
             counter, _, which = key.partition("/")
             if which:
-                figures.setdefault(counter, {})[which] = round(total, 3)
+                parts.setdefault(counter, {})[which] = round(total, 3)
             else:
                 figures[counter] = round(total, 3)
         if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
@@ -271,7 +272,7 @@ class Summary:
             # Of a few seconds the levels say more: a reading too many or too few is much of them.
             if weight >= _STEADY_SECONDS or "utilization_ratio" not in figures:
                 figures["utilization_ratio"] = round(min(1.0, share), 4)
-        return figures
+        return {"uuid": uuid, "name": self._gpus[uuid], **figures, **parts}
 
     def _resume(self, path: str) -> None:
         """Go on with what an earlier exporter of the same job and node wrote."""
@@ -292,11 +293,11 @@ class Summary:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
         self._counts, self._means, self._peaks = counts, means, peaks
-        self._facts = {"gpus": names, "sure": sure}
+        self._gpus, self._sure = names, sure
         self._began, self._seconds, self._starts = began, seconds, starts + 1
 
 
-def _numbers(values: list[Any], length: int) -> list[float]:
+def _numbers(values: list[float], length: int) -> list[float]:
     numbers = [float(value) for value in values]
     if len(numbers) != length or not all(map(math.isfinite, numbers)):
         raise ValueError("no numbers")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.bench.figures import (
     MIB,
@@ -25,6 +25,9 @@ from hpml_orchestrator.bench.figures import (
     repeated,
 )
 from hpml_orchestrator.diagnosis.models import bus_bandwidth
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["measure_allreduce", "measure_cpu", "measure_gpu"]
 
@@ -46,7 +49,7 @@ def measure_cpu() -> None:
     for name in names:
         gate = threading.Barrier(len(cpus))
 
-        def multiply(cpu: int, name: str = name, gate: Any = gate) -> list[float]:
+        def multiply(cpu: int, name: str = name, gate: threading.Barrier = gate) -> list[float]:
             os.sched_setaffinity(0, {cpu})  # of this thread alone
             torch.set_num_threads(1)
             shape = _CPU_SIZE, _CPU_SIZE
@@ -119,10 +122,11 @@ def alone(directory: str) -> Iterator[None]:
         yield
 
 
-def gpu_domain(about: Any) -> int | None:
+def gpu_domain(about: object) -> int | None:
     """Return the NUMA domain of a GPU; None if that is unknown, or this process may not use it."""
     try:
-        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        domain, bus, slot = (getattr(about, f"pci_{one}_id") for one in ("domain", "bus", "device"))
+        place = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         with open(f"/sys/bus/pci/devices/{place}/numa_node", encoding="utf-8") as stream:
             number = int(stream.read())
     except (AttributeError, OSError, ValueError):
@@ -164,7 +168,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
     distributed.destroy_process_group()
 
 
-def _allreduce_seconds(values: Any, deadline: float) -> list[float]:
+def _allreduce_seconds(values: torch.Tensor, deadline: float) -> list[float]:
     """Return the seconds of an all-reduce, once per repeat; none after the deadline."""
     import torch  # noqa: PLC0415 - nodes may lack it
     from torch import distributed  # noqa: PLC0415

@@ -10,7 +10,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hpml_orchestrator.topology.cpulist import parse_list
 
@@ -49,7 +48,7 @@ class Unmeasured(Exception):  # noqa: N818 - not a fault
     """A part cannot be measured here, which is nobody's fault."""
 
 
-def answer(**fields: Any) -> None:
+def answer(**fields: object) -> None:
     """Print an answer at once, so that it counts even if the part hangs after it."""
     sys.stdout.write(f"\n{ANSWER}{json.dumps(fields)}\n")
     sys.stdout.flush()

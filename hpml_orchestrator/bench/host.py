@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from hpml_orchestrator.bench.figures import (
     LEAST_REPEATS,
@@ -47,7 +46,9 @@ def measure_memory() -> None:
         gate = threading.Barrier(len(cpus) + 1)
         loops = [0]
 
-        def copy(cpu: int, size: int = size, gate: Any = gate, loops: Any = loops) -> None:
+        def copy(
+            cpu: int, size: int = size, gate: threading.Barrier = gate, loops: list[int] = loops
+        ) -> None:
             os.sched_setaffinity(0, {cpu})  # of this thread alone
             pages = mmap.mmap(-1, 2 * size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
@@ -64,7 +65,7 @@ def measure_memory() -> None:
         for thread in threads:
             thread.start()
 
-        def work(gate: Any = gate, loops: Any = loops) -> None:
+        def work(gate: threading.Barrier = gate, loops: list[int] = loops) -> None:
             loops[0] = 2
             gate.wait()
             gate.wait()

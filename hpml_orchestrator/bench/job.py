@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.files import write_text
@@ -223,7 +223,7 @@ def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition 
     )
 
 
-def job_fields(size: Size, nodes: Nodes, program: Path, args: Sequence[str]) -> dict[str, Any]:
+def job_fields(size: Size, nodes: Nodes, program: Path, args: Sequence[str]) -> dict[str, object]:
     """Return the fields of the job file; command line and site profile have more.
 
     Args:
@@ -232,7 +232,7 @@ def job_fields(size: Size, nodes: Nodes, program: Path, args: Sequence[str]) -> 
         program: the measuring program.
         args: its arguments.
     """
-    resources: dict[str, Any] = {
+    resources: dict[str, object] = {
         "nodes": nodes.count,
         "ranks_per_node": 1,
         "cpus_per_rank": size.cpus,

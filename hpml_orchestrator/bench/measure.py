@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import IO, Any
 
 from hpml_orchestrator.bench.compute import measure_allreduce, measure_cpu, measure_gpu
 from hpml_orchestrator.bench.figures import ANSWER, Unmeasured, answer, cpu_model
@@ -202,7 +202,9 @@ class Node:
             shutil.rmtree(self.work, ignore_errors=True)
         self.write()
 
-    def start(self, part: str, index: int, meet: str) -> Any:
+    def start(
+        self, part: str, index: int, meet: str
+    ) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
         """Start the process of a part; it ends with this one, however that ends."""
         # Files, since a part may print more than a pipe holds before it is read.
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -223,7 +225,7 @@ class Node:
         self.children.append(child)
         return child, out, err
 
-    def take(self, out: Any) -> None:
+    def take(self, out: IO[bytes]) -> None:
         """Add a part's answers to the record."""
         out.seek(0)
         for line in out.read().decode("utf-8", "replace").splitlines():
@@ -258,7 +260,7 @@ def foreign_seconds() -> float:
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own
 
 
-def last_line(err: Any) -> str:
+def last_line(err: IO[bytes]) -> str:
     """Return the last line of a part's errors."""
     err.seek(0)
     lines = [line.strip() for line in err.read().decode("utf-8", "replace").splitlines()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.bench.judge import BUSY
 from hpml_orchestrator.bench.results import Measurement
@@ -173,9 +173,9 @@ def fits(measured: Sequence[Measurement]) -> dict[str, AllReduce]:
 
 def to_json(
     measured: Sequence[Measurement], verdict: Verdict, lost: Sequence[str], kept: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return everything for programs."""
-    by_node: dict[str, list[Mapping[str, Any]]] = {}
+    by_node: dict[str, list[Mapping[str, object]]] = {}
     for one in verdict.figures:
         by_node.setdefault(one.node, []).append(
             {

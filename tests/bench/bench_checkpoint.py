@@ -26,16 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from training_jobs import hpml_checkpoint
-else:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
-    import hpml_checkpoint
+sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
+import hpml_checkpoint
 
 GOAL_PERCENT = 0.5
 STEP_SECONDS = 0.01

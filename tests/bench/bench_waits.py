@@ -19,32 +19,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from training_jobs import hpml_waits, images_model
-else:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
-    import images_model
+sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
+import images_model
 
-    import hpml_waits
+import hpml_channel
+import hpml_waits
 
 GOAL_PERCENT = 0.1
 RANKS, STEPS = 2, 50
-
-
-class Nobody:
-    """A channel that counts nothing."""
-
-    def count(self, **_: float) -> None:
-        """Do nothing."""
-
-    gauge = count
 
 
 def digits() -> tuple[nn.Module, torch.Tensor]:
@@ -82,7 +71,7 @@ def rank(number: int, store: str, blocks: int, output: str) -> None:
         for _ in range(2):
             network, batch = make()
             models.append(DistributedDataParallel(network, bucket_cap_mb=2))
-        waits = hpml_waits.measure_waits(models[1], Nobody())
+        waits = hpml_waits.measure_waits(models[1], hpml_channel.Channel())
         more_cpu: list[float] = []
         steps: list[tuple[float, bool]] = []
         for turn in range(blocks + 1):

@@ -33,7 +33,9 @@ import PIL.Image
 
 STARTED = time.perf_counter()
 if TYPE_CHECKING:
-    from training_jobs import ddp_images, hpml_checkpoint
+    import ddp_images
+
+    import hpml_checkpoint
 else:
     import ddp_images
 

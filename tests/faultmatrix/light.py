@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 STARTED = time.perf_counter()
 if TYPE_CHECKING:
-    from training_jobs.hpml_channel import Channel
+    from hpml_channel import Channel
 else:
     try:
         from hpml_channel import Channel

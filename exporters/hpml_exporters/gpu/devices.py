@@ -7,9 +7,13 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_exporters.gpu.nvml import NO_PERMISSION, GpuLostError, Nvml, check, code_of
+
+if TYPE_CHECKING:
+    from nvitop.api import MigDevice, PhysicalDevice
+    from nvitop.api.libnvml import c_nvmlDevice_t
 
 __all__ = ["Device", "discover", "gpus_on_bus", "pci_address"]
 
@@ -100,7 +104,9 @@ def gpus_on_bus(sys: str) -> list[str]:
     return addresses
 
 
-def discover(nvml: Nvml, known: dict[int, Any], sys: str) -> tuple[Sequence[Device], list[Device]]:
+def discover(
+    nvml: Nvml, known: dict[int, PhysicalDevice], sys: str
+) -> tuple[Sequence[Device], list[Device]]:
     """Return all GPUs and MIG instances that answer, and the GPUs that do not.
 
     nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
@@ -156,7 +162,7 @@ def _is_lost(error: Exception) -> bool:
     return code != NO_PERMISSION  # one that a job's devices do not include
 
 
-def _instances(nvml: Nvml, gpu: Device, device: Any) -> Iterator[Device]:
+def _instances(nvml: Nvml, gpu: Device, device: PhysicalDevice) -> Iterator[Device]:
     if not gpu.mig:
         return
     for index in range(device.max_mig_device_count()):
@@ -168,7 +174,7 @@ def _instances(nvml: Nvml, gpu: Device, device: Any) -> Iterator[Device]:
             yield one
 
 
-def _gpu(nvml: Nvml, index: int, device: Any) -> Device | None:
+def _gpu(nvml: Nvml, index: int, device: PhysicalDevice) -> Device | None:
     uuid = _text(device.uuid())
     if not uuid:
         return None
@@ -188,7 +194,7 @@ def _gpu(nvml: Nvml, index: int, device: Any) -> Device | None:
     )
 
 
-def _instance(gpu: Device, device: Any) -> Device | None:
+def _instance(gpu: Device, device: MigDevice) -> Device | None:
     uuid = _text(device.uuid())
     if device.handle is None or not uuid:
         return None
@@ -217,5 +223,5 @@ def _text(answer: object) -> str:
     return str(answer) if type(answer) is str else ""
 
 
-def _address(handle: Any) -> int:
-    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+def _address(handle: c_nvmlDevice_t | None) -> int:
+    return ctypes.cast(handle or 0, ctypes.c_void_p).value or 0

@@ -101,7 +101,7 @@ class XidEvents:
         if not self._open:
             return
         for _ in range(_AT_ONCE):
-            # Any error ends it, GPU_IS_LOST too: which one that is, the readers find out.
+            # Every error ends it, GPU_IS_LOST too: which one that is, the readers find out.
             if self._wait(*self._arguments) != SUCCESS:
                 return
             uuid = self._uuids.get(self._event.device or 0)

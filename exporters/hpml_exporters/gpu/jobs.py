@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -52,19 +51,19 @@ def processes_of(nvml: Nvml, device: Device) -> dict[int, int | None] | None:
             continue
         if not check(code):
             return None
-        for process in processes:
-            memory = process.usedGpuMemory if isinstance(process.usedGpuMemory, int) else None
-            before = found.get(process.pid)
-            found[process.pid] = memory if before is None else max(before, memory or 0)
+        for pid, used in processes:
+            memory = used if isinstance(used, int) else None
+            before = found.get(pid)
+            found[pid] = memory if before is None else max(before, memory or 0)
     return found
 
 
-def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[Any]]:
+def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[tuple[int, object]]]:
     ask = getattr(nvml.nvitop.libnvml, f"nvmlDeviceGet{kind}RunningProcesses")
     code = INSUFFICIENT_SIZE
     for _ in range(_TRIES):
         try:
-            return 0, ask(handle)
+            return 0, [(one.pid, one.usedGpuMemory) for one in ask(handle)]
         except nvml.error as error:
             code = code_of(error)
             if code != INSUFFICIENT_SIZE:  # else more came between the size and the list

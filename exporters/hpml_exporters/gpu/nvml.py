@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 from hpml_exporters.core.collector import DriverLostError, NotHereError
 
@@ -98,8 +98,8 @@ class Nvml:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise NotHereError(f"no NVIDIA driver: {error}") from None
-        self.nvitop: Any = _nvitop()
-        self._nvml: Any = self.nvitop.libnvml
+        self.nvitop = _nvitop()
+        self._nvml = self.nvitop.libnvml
         self.error: type[Exception] = self._nvml.NVMLError
         try:
             self._nvml.nvmlInit()
@@ -150,7 +150,7 @@ class Nvml:
         getattr(pynvml, "_nvmlGetFunctionPointer_cache", {}).clear()
 
 
-def _nvitop() -> Any:
+def _nvitop() -> ModuleType:
     """Import nvitop's API (never its terminal program) without its banner and its log file.
 
     Raises:
@@ -162,7 +162,7 @@ def _nvitop() -> Any:
     if not logger.handlers:  # with LOGLEVEL=DEBUG it would write nvitop.log where we stand
         logger.addHandler(logging.NullHandler())
     try:
-        from nvitop import api  # type: ignore[import-untyped]  # noqa: PLC0415 - 12 MiB
+        from nvitop import api  # noqa: PLC0415 - 12 MiB
     except ImportError as error:
         raise NotHereError(f"GPUs are read through nvitop: {error}") from None
     logger.disabled = True

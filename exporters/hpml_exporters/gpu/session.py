@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_exporters.gpu.devices import Device, discover
 from hpml_exporters.gpu.events import XidEvents
 from hpml_exporters.gpu.jobs import processes_of
 from hpml_exporters.gpu.nvml import GpuLostError, Nvml
 from hpml_exporters.gpu.reader import History, Reader
+
+if TYPE_CHECKING:
+    from nvitop.api import PhysicalDevice
 
 __all__ = ["Session"]
 
@@ -51,7 +54,7 @@ class Session:
         self.shown: Sequence[Device] = ()
         self.lost: list[Device] = []
         self.events = XidEvents(self._nvml, ())
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, PhysicalDevice] = {}
 
     @property
     def roots(self) -> Sequence[Device]:

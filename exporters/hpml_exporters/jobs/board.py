@@ -134,7 +134,7 @@ def job_key(jobid: str, cluster: str) -> str:
     return f"{cluster}-{jobid}" if cluster else jobid
 
 
-def facts_of(data: Mapping[str, Any]) -> JobFacts:
+def facts_of(data: Mapping[str, object]) -> JobFacts:
     """Return the facts in a parsed JSON object; fields of the wrong type count as unknown.
 
     Raises:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from hpml_exporters.core import procfs
 from hpml_exporters.jobs.board import JobFacts, facts_of
@@ -223,7 +222,7 @@ def _first(job: FoundJob) -> Iterable[tuple[str, int]]:
 
 def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
     """Return the facts in the environment of a process."""
-    known: dict[str, Any] = {
+    known: dict[str, object] = {
         field: values[name] for field, name in _VARIABLES.items() if name in values
     }
     known["run"] = os.path.basename(values.get("HPML_RUN_DIR", "").rstrip("/"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.metrics import STATISTICS
@@ -13,6 +13,9 @@ from hpml_exporters.slurm.view import Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import check_configuration
 from hpml_orchestrator.scheduler.slurm.records import node_states
+
+if TYPE_CHECKING:
+    import pyslurm
 
 __all__ = ["Native", "job_of", "node_of"]
 
@@ -30,7 +33,7 @@ class Native:
             ImportError: pyslurm is not installed, or was built for another Slurm.
         """
         check_configuration("squeue", os.environ)
-        self._pyslurm: Any = import_module("pyslurm")
+        self._pyslurm = import_module("pyslurm")
         self._commands = Commands(shares=shares)
 
     def read(self) -> View:
@@ -45,7 +48,7 @@ class Native:
         return View(jobs, nodes, numbers, *self._commands.rare())
 
 
-def job_of(job: Any) -> Job:
+def job_of(job: pyslurm.Job) -> Job:
     """Return a pyslurm.Job as the command line shows it."""
     waiting = job.array_tasks_waiting
     job_id = str(job.id)
@@ -68,7 +71,7 @@ def job_of(job: Any) -> Job:
     )
 
 
-def node_of(node: Any) -> Node:
+def node_of(node: pyslurm.Node) -> Node:
     """Return a pyslurm.Node as the command line shows it."""
     return Node(
         name=node.name,

@@ -15,7 +15,7 @@ import ssl
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
@@ -30,6 +30,7 @@ _CLIENT_AUTH = {
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT = re.compile(r"\$2[abxy]?\$(0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
 _ONE_LINE = re.compile(r"[ -~]*")
+_FILES: tuple[Literal["cert_file", "key_file", "client_ca_file"], ...]
 _FILES = ("cert_file", "key_file", "client_ca_file")
 _NO_TYPE = "needs a client_auth_type"
 _ANY = ""  # any name
@@ -68,17 +69,29 @@ _MAX_BYTES = 1 << 20
 _EXIT_USAGE = 2
 
 
+class Tls(TypedDict, total=False):
+    """The fields of `tls_server_config`; files as absolute paths."""
+
+    cert_file: str
+    key_file: str
+    client_ca_file: str
+    client_auth_type: str
+    client_allowed_sans: tuple[str, ...]
+    min_version: str
+    max_version: str
+
+
 @dataclass(frozen=True)
 class WebConfig:
     """A whole file.
 
     Attributes:
-        tls: fields of `tls_server_config`, files as absolute paths; empty: plain HTTP.
+        tls: empty: plain HTTP.
         users: bcrypt hashes by name; empty: no passwords.
         headers: lines added to every response.
     """
 
-    tls: Mapping[str, Any] = field(default_factory=dict)
+    tls: Tls = field(default_factory=Tls)
     users: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     headers: tuple[str, ...] = ()
 
@@ -110,7 +123,7 @@ def read(path: str) -> WebConfig:
     )
 
 
-def _parse(path: str) -> Any:
+def _parse(path: str) -> object:
     """Return the content of a YAML file, every scalar as text.
 
     Raises:
@@ -139,7 +152,7 @@ def _parse(path: str) -> Any:
     raise InputError(f"{line}{message}", field=path, hint="" if repeated else hint)
 
 
-def _mapping(data: Any, kinds: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
+def _mapping(data: object, kinds: Mapping[str, object], name: str, prefix: str) -> dict[str, Any]:
     """Return the fields that have a value.
 
     Args:
@@ -164,7 +177,7 @@ def _mapping(data: Any, kinds: Mapping[str, Any], name: str, prefix: str) -> dic
     return values
 
 
-def _value(value: Any, kind: Any, name: str) -> Any:
+def _value(value: object, kind: object, name: str) -> object:
     """Return the value of one field.
 
     Raises:
@@ -187,7 +200,7 @@ def _value(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
-def _check_tls(tls: Mapping[str, Any], path: str) -> None:
+def _check_tls(tls: Tls, path: str) -> None:
     """Refuse settings of TLS that miss something or contradict each other.
 
     Raises:
@@ -197,27 +210,30 @@ def _check_tls(tls: Mapping[str, Any], path: str) -> None:
     verify = "client_auth_type: RequireAndVerifyClientCert"
     no_ca = "client_ca_file" not in tls
     names = "client_allowed_sans" in tls
+    least, most = _versions(tls)
     for key, wrong, message, hint in (
         ("cert_file", "cert_file" not in tls, "missing", pem),
         ("key_file", "key_file" not in tls, "missing", pem),
         ("client_ca_file", no_ca and mode is not ssl.CERT_NONE, "missing", pem),
         ("client_ca_file", not no_ca and mode is ssl.CERT_NONE, _NO_TYPE, verify),
         ("client_allowed_sans", names and mode is not ssl.CERT_REQUIRED, _NO_TYPE, verify),
-        ("min_version", _version(tls, "min") > _version(tls, "max"), "above max_version", ""),
+        ("min_version", least > most, "above max_version", ""),
     ):
         if wrong:
             raise InputError(message, field=f"{path}: tls_server_config.{key}", hint=hint)
 
 
-def _verify_mode(tls: Mapping[str, Any]) -> ssl.VerifyMode:
+def _verify_mode(tls: Tls) -> ssl.VerifyMode:
     return _CLIENT_AUTH[tls.get("client_auth_type", "NoClientCert")]
 
 
-def _version(tls: Mapping[str, Any], end: str) -> ssl.TLSVersion:
-    return _VERSIONS[tls.get(f"{end}_version", {"min": "TLS12", "max": "TLS13"}[end])]
+def _versions(tls: Tls) -> tuple[ssl.TLSVersion, ssl.TLSVersion]:
+    """Return the lowest and the highest version."""
+    least, most = tls.get("min_version", "TLS12"), tls.get("max_version", "TLS13")
+    return _VERSIONS[least], _VERSIONS[most]
 
 
-def tls_context(tls: Mapping[str, Any], path: str) -> ssl.SSLContext:
+def tls_context(tls: Tls, path: str) -> ssl.SSLContext:
     """Return a TLS context for connections of clients.
 
     Args:
@@ -228,7 +244,7 @@ def tls_context(tls: Mapping[str, Any], path: str) -> ssl.SSLContext:
         InputError: a file cannot be read, or is not what it should be.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version, context.maximum_version = _version(tls, "min"), _version(tls, "max")
+    context.minimum_version, context.maximum_version = _versions(tls)
     context.num_tickets = 0  # no resumed sessions: nobody needs their memory
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     context.set_alpn_protocols(["http/1.1"])

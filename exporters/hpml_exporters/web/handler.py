@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.exposition import gzip_accepted
@@ -297,7 +297,7 @@ class Handler(BaseHTTPRequestHandler):
             pass
 
     def _within(
-        self, deadline: float, operation: Callable[..., _Result], *arguments: Any
+        self, deadline: float, operation: Callable[..., _Result], *arguments: object
     ) -> _Result:
         """Return the result of a socket's operation.
 

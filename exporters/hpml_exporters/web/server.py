@@ -171,7 +171,7 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             self.counters.closed[reason] += 1
 
-    def get_request(self) -> tuple[Any, Any]:
+    def get_request(self) -> tuple[Any, object]:
         """Accept a client; without a descriptor for it, another one has to go."""
         try:
             sock, address = self.socket.accept()
@@ -183,7 +183,7 @@ class Server(ThreadingHTTPServer):
             raise
         return Client(sock, address[0]), address
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Serve a client in a new thread; if there are too many, one has to go."""
         with self._lock:
             of_this = sum(one.peer == request.peer for one in self._clients)
