@@ -18,7 +18,12 @@ import runpy
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
 
 __all__ = ["Guard", "Probe", "main"]
 
@@ -50,7 +55,7 @@ class Guard:
         self.refused: list[str] = []
         self._busy = threading.local()
 
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+    def __call__(self, event: str, args: tuple[object, ...]) -> None:
         """Look at one audit event; raises PermissionError to refuse it."""
         if event == "open":
             path, _, flags = args
@@ -62,8 +67,8 @@ class Guard:
         elif event in _LINKS:
             self._check(args[1])
 
-    def _check(self, path: Any, *, keep: bool = False, opens: bool = False) -> None:
-        if isinstance(path, int) or path is None or getattr(self._busy, "now", False):
+    def _check(self, path: object, *, keep: bool = False, opens: bool = False) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)) or getattr(self._busy, "now", False):
             return
         self._busy.now = True
         try:
@@ -101,7 +106,7 @@ class _Saved:
 
     __slots__ = ("_probe", "key", "tensor")
 
-    def __init__(self, probe: Probe, tensor: Any, key: int) -> None:
+    def __init__(self, probe: Probe, tensor: torch.Tensor, key: int) -> None:
         self._probe, self.tensor, self.key = probe, tensor, key
 
     def __del__(self) -> None:
@@ -115,11 +120,11 @@ class Probe:
         self.spec, self.guard = spec, guard
         self.steps = 0
         self._by_optimizer: dict[int, int] = {}
-        self._optimizers: dict[int, Any] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._known: set[int] = set()  # storages of parameters and buffers
         self._saved: dict[int, list[int]] = {}  # storage -> [how often it is saved, bytes]
         self._bytes = 0
-        self._context: Any = None
+        self._context: torch.autograd.graph.saved_tensors_hooks | None = None
         self._pid = os.getpid()
         self._peaks: list[int] = []  # after each step
         self._began = time.monotonic()  # the first forward pass
@@ -151,7 +156,7 @@ class Probe:
         kind = dataloader._BaseDataLoaderIter  # noqa: SLF001
         original = kind.__next__
 
-        def following(loader: Any) -> Any:
+        def following(loader: dataloader._BaseDataLoaderIter) -> object:
             batch = original(loader)
             with contextlib.suppress(Exception):
                 self._note_batch(loader, batch)
@@ -159,7 +164,7 @@ class Probe:
 
         setattr(kind, "__next__", following)  # noqa: B010 - mypy knows it as a method
 
-    def _note_batch(self, loader: Any, batch: Any) -> None:
+    def _note_batch(self, loader: object, batch: object) -> None:
         size = tensor_bytes(self.torch, batch)
         if size <= self.figures.get("batch_bytes", 0):
             return
@@ -169,17 +174,17 @@ class Probe:
             batch_bytes=size,
             workers=workers,
             ahead=ahead,
-            pins=bool(loader._pin_memory),  # noqa: SLF001
+            pins=bool(getattr(loader, "_pin_memory", False)),
         )
 
-    def _forward(self, *_: Any) -> None:
+    def _forward(self, *_: object) -> None:
         """Note the memory before the first forward pass: model and data are there."""
         self._first.remove()
         self._began = time.monotonic()
         self.figures["before_bytes"] = memory().get("VmRSS", 0)
         self._know_modules()
 
-    def _know_modules(self) -> list[Any]:
+    def _know_modules(self) -> list[torch.nn.Module]:
         """Remember the storages of all models' parameters and buffers; return the models."""
         kind = self.torch.nn.Module
         models = [one for one in gc.get_objects() if issubclass(type(one), kind)]
@@ -190,7 +195,7 @@ class Probe:
                         self._known.add(storage(tensor)[0])
         return models
 
-    def _pack(self, tensor: Any) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         try:
             key, size = storage(tensor)
             if key in self._known or os.getpid() != self._pid:
@@ -213,7 +218,7 @@ class Probe:
             del self._saved[key]
             self._bytes -= entry[1]
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         number = self._by_optimizer[id(optimizer)] = self._by_optimizer.get(id(optimizer), 0) + 1
         self._optimizers[id(optimizer)] = optimizer
         if number <= self.steps:
@@ -324,17 +329,17 @@ class Probe:
         os._exit(0)
 
 
-def _unpack(saved: Any) -> Any:
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved
 
 
-def storage(tensor: Any) -> tuple[int, int]:
+def storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what names a tensor's storage, and its bytes."""
     whole = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
     return whole.data_ptr(), whole.nbytes()
 
 
-def tensor_bytes(torch: Any, value: Any) -> int:
+def tensor_bytes(torch: ModuleType, value: object) -> int:
     """Return the bytes of all tensors in nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         return int(value.numel() * value.element_size())
