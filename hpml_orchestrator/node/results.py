@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, StagingError, counted
 from hpml_orchestrator.records.files import write_json
@@ -56,7 +56,7 @@ class NodeResults:
     entries: Sequence[tuple[str, str]]  # source and target of each, the most important first
     attempt: Path  # the attempt's directory, `…/RUN/attempts/N`
     node: str  # Slurm's name of this node
-    _rows: list[dict[str, Any]] = field(init=False)
+    _rows: list[dict[str, object]] = field(init=False)
     _directories: list[str] = field(init=False)  # for the results of this node and attempt
 
     def __post_init__(self) -> None:
@@ -92,8 +92,7 @@ class NodeResults:
         """Copy each result back and record the outcome; an error does not stop the others."""
         retry = Retry(time.sleep, should_stop)
         self._write()
-        for row, directory in zip(self._rows, self._directories):
-            source = row["source"]
+        for row, (source, _), directory in zip(self._rows, self.entries, self._directories):
             try:
                 os.makedirs(directory, exist_ok=True)
                 found = collect(source, directory, retry)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.node.environment import job_key, node_index, node_names
@@ -127,9 +128,10 @@ class NodeStaging:
 
     def _stage(self, entry: StageOptions) -> StageRecord:
         request = entry.request
-        self._note(name=request.name, source=request.source, target=request.target)
+        note = functools.partial(events.append, self.log, "staging", node=self.node)
+        note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
-        self._progress = ProgressReporter(request.name, self._note, None if index else self.say)
+        self._progress = ProgressReporter(request.name, note, None if index else self.say)
         try:
             self.stager.options = self._options(entry, readers=nodes)
             supply = self._supply(entry, index, nodes) if nodes > 1 else None
@@ -181,9 +183,6 @@ class NodeStaging:
             raise StagingError(
                 f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
             ) from error
-
-    def _note(self, **data: Any) -> None:
-        events.append(self.log, "staging", node=self.node, **data)
 
     def _wait_for_others(self) -> float:
         """Delay this task of an array, so that not all tasks start at once; return the seconds.

@@ -17,7 +17,7 @@ import threading
 import zipfile
 import zlib
 from array import array
-from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+from typing import IO, TYPE_CHECKING, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.crew import run_crew
@@ -346,7 +346,7 @@ class _Info(tarfile.TarInfo):
         return type("Info", (cls,), {"archive": archive})
 
     @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> _Info:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Info:
         """Read a header; that of a file by a short way, in a third of the time."""
         cls.last_block = bytes(buf)
         if len(buf) == tarfile.BLOCKSIZE and any(buf[:257]):

@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.crew import run_crew
@@ -216,20 +216,18 @@ class _Copier:
 
             self._work(take, self.problems.add, self._done, self._retry)
             return
+        reports = {"done": self._done, "problem": self.problems.add}
         run_crew(
             self.processes,
             self._work_forked,
             range(len(self._batches)),
-            on_report=self._reported,
+            on_report=lambda word, *values: reports[word](*values),
             heartbeat=self._heartbeat,
         )
 
     def _heartbeat(self) -> None:
         self._retry.check_stop()
         self._progress.add(0)
-
-    def _reported(self, word: str, *values: Any) -> None:
-        (self._done if word == "done" else self.problems.add)(*values)
 
     def _done(self, more_bytes: int, more_files: int, digests: list[tuple[int, bytes]]) -> None:
         for number, digest in digests:

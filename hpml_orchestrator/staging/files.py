@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.faults import shown, why
@@ -197,13 +197,15 @@ def remove_tree(path: str) -> None:
 def _remove(path: str) -> None:
     """Remove a directory; what others remove at the same time is not an error."""
 
-    def fault(_call: object, _path: str, found: Any) -> None:
+    def fault(_call: object, _path: str, found: object) -> None:
         error = found[1] if isinstance(found, tuple) else found
-        if not isinstance(error, FileNotFoundError):
+        if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError):
             raise error
 
-    words: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": fault}
-    shutil.rmtree(path, **words)
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=fault)
+    else:
+        shutil.rmtree(path, onerror=fault)
 
 
 def _open_up(path: str) -> None:

@@ -12,7 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Union
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ Buffer = Union[bytes, bytearray, memoryview]
 class Digest(Protocol):
     """A digest that is being made."""
 
-    def update(self, data: Any, /) -> object:
+    def update(self, data: Buffer, /) -> object:
         """Take more data."""
 
     def digest(self) -> bytes:

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
@@ -108,7 +108,7 @@ class Manifest:
     bytes: int
     files: int
     digest: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     listing: Listing = field(default_factory=Listing)
 
     def write(self, path: str) -> None:
@@ -129,7 +129,7 @@ class Manifest:
         try:
             with open(path, "rb") as stream:
                 line, _, body = stream.read().partition(b"\n")
-            head: dict[str, Any] = json.loads(line)
+            head = json.loads(line)
             if head.pop("schema_version") != SCHEMA_VERSION or head.pop("body") != _sum(body):
                 return None
             lists = json.loads(body.decode("utf-8", "surrogateescape"))

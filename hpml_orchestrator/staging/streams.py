@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import zlib
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
@@ -154,7 +154,7 @@ def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
         StagingError: its compression is unknown, or needs a program that is not installed.
     """
     kind = compression_of(os.pread(file.fileno(), 8, 0))
-    opened: Any = None
+    opened: object = None
     if kind == "gzip":
         opened = gzip.GzipFile(fileobj=raw)
     elif kind == "bzip2":
@@ -171,7 +171,7 @@ def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
     return cast("IO[bytes]", opened)
 
 
-def _zstd(file: ArchiveFile) -> Any:
+def _zstd(file: ArchiveFile) -> _Program:
     """Return a reader of zstd: the output of its program, which clusters have."""
     program = shutil.which("zstd")
     if program is None:
