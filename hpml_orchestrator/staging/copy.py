@@ -216,7 +216,7 @@ class _Copier:
 
             self._work(take, self.problems.add, self._done, self._retry)
             return
-        reports = {"done": self._done, "problem": self.problems.add}
+        reports: dict[str, Callable[..., None]] = {"done": self._done, "problem": self.problems.add}
         run_crew(
             self.processes,
             self._work_forked,

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk
 
 WITHOUT_GPUS = ("--set", "resources.gpus=0", "--set", "resources.memory=4G")
-
-
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """The user's desk; the virtual environment there has PyTorch."""
-    return Desk(slurm_cluster, tmp_path)
 
 
 def test_two_nodes_are_measured(desk: Desk) -> None:

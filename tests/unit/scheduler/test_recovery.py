@@ -48,11 +48,18 @@ def submitted(fake: FakeScheduler, directory: Path, fault: Fault) -> None:
         fake.submit(request_in(directory))
 
 
-def test_answer_on_disk(tmp_path: Path) -> None:
-    """1. sbatch's answer decides, even when the scheduler is down."""
-    (tmp_path / "sbatch.out").write_text("12;box\n")
+@pytest.mark.parametrize(
+    ("answer", "wrote", "found"),
+    [
+        ("12;box\n", ("13",), Found("12", "sbatch.out")),
+        ("", ("", " 31\n", "32"), Found("31", "job")),
+    ],
+)
+def test_an_id_on_disk(tmp_path: Path, answer: str, wrote: tuple[str, ...], found: Found) -> None:
+    """1, 2. sbatch's answer, else an id that the job wrote: even if the scheduler is down."""
+    (tmp_path / "sbatch.out").write_text(answer)
     down = FakeScheduler(faults=[Fault.UNAVAILABLE])
-    assert decide(down, tmp_path, wrote=("13",)) == Found("12", "sbatch.out")
+    assert decide(down, tmp_path, wrote=wrote) == found
 
 
 @pytest.mark.parametrize("torn", ["", "1", "12", "sbatch: 12\n", "\x00\x00"])
@@ -62,12 +69,6 @@ def test_torn_answer(tmp_path: Path, torn: str) -> None:
     fake.submit(request_in(tmp_path))
     (tmp_path / "sbatch.out").write_text(torn)
     assert decide(fake, tmp_path) == Found("1", "queue")
-
-
-def test_the_job_itself_says_so(tmp_path: Path) -> None:
-    """2. An id that the job wrote decides."""
-    down = FakeScheduler(faults=[Fault.UNAVAILABLE])
-    assert decide(down, tmp_path, wrote=("", " 31\n", "32")) == Found("31", "job")
 
 
 def test_sbatch_still_works(tmp_path: Path) -> None:

@@ -20,16 +20,8 @@ from hpml_orchestrator.scheduler.cluster import (
 )
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
-from hpml_orchestrator.scheduler.slurm.cluster import (
-    read_cluster,
-    with_group_limits,
-)
-from hpml_orchestrator.scheduler.slurm.records import (
-    limits_from,
-    node_from,
-    parse_config,
-    parse_records,
-)
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
+from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parent / "data"
@@ -290,21 +282,6 @@ def test_the_config_of_a_newer_slurm() -> None:
         job_requeue=True,
         preemption="REQUEUE",
     )
-
-
-def test_nodes_with_gpus() -> None:
-    """Four nodes of 16 CPUs and 4 GPUs, two of them in use."""
-    records = parse_records((DATA / "22.05.8" / "nodes.txt").read_text())
-    nodes = [node_from(record) for record in records]
-    assert {(node.cpus, node.memory_mib, node.gres) for node in nodes} == {
-        (16, 64_000, (Gres("gpu", "a100", 4),))
-    }
-    assert [(node.name, set(node.states)) for node in nodes] == [
-        ("node1", {"MIXED"}),
-        ("node2", {"MIXED"}),
-        ("node3", {"IDLE"}),
-        ("node4", {"IDLE"}),
-    ]
 
 
 def test_the_version() -> None:

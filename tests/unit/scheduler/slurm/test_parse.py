@@ -193,26 +193,16 @@ def test_parsers_never_fail(text: str) -> None:
     [
         ("1795217201", 1795217201.0),
         (" 1795217201 ", 1795217201.0),
-        ("0", None),
-        ("", None),
-        ("Unknown", None),
-        ("N/A", None),
-        ("NONE", None),
-        ("None", None),
-        ("(null)", None),
+        # Slurm's standard form is this machine's local time
+        ("2026-11-01T12:00:00", datetime(2026, 11, 1, 12).astimezone().timestamp()),
+        *((word, None) for word in ("0", "", "Unknown", "N/A", "NONE", "None", "(null)")),
         ("yesterday", None),
         ("²", None),
     ],
 )
 def test_times(text: str, expected: float | None) -> None:
-    """Epoch seconds are read; every word for nothing is None."""
+    """Epoch seconds and local times are read; every word for nothing is None."""
     assert parse_time(text) == expected
-
-
-def test_iso_times_are_local() -> None:
-    """Times in Slurm's standard form are this machine's local time."""
-    local = datetime(2026, 11, 1, 12, 0, 0).astimezone()
-    assert parse_time("2026-11-01T12:00:00") == local.timestamp()
 
 
 @pytest.mark.parametrize(
