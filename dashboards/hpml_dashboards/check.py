@@ -19,7 +19,7 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
 
-__all__ = ["RULES", "UNUSED", "Finding", "Query", "check", "queries"]
+__all__ = ["RULES", "UNUSED", "DashboardFinding", "Query", "check", "queries"]
 
 RULES = assets.path("deploy/prometheus/rules")
 """Recording rules that the dashboards use."""
@@ -65,7 +65,7 @@ class Dashboard(TypedDict):
     panels: list[_Panel]
 
 
-class Finding(NamedTuple):
+class DashboardFinding(NamedTuple):
     """Something wrong with a dashboard."""
 
     dashboard: str
@@ -81,7 +81,7 @@ class Query(NamedTuple):
     expression: str
 
 
-def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
+def check(directory: Path = JSON, rules: Path = RULES) -> list[DashboardFinding]:
     """Return what is wrong with the dashboards in a directory, nothing if all is well.
 
     Args:
@@ -91,7 +91,7 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
     Raises:
         InputError: no dashboards or no rule files were found.
     """
-    findings: list[Finding] = []
+    findings: list[DashboardFinding] = []
     found: dict[str, Dashboard] = {
         path.stem: read_json(path) for path in sorted(directory.glob("hpml-*.json"))
     }
@@ -100,11 +100,13 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
     built = build()
     for uid in sorted(built.keys() | found.keys()):
         if uid not in found:
-            findings.append(Finding(uid, "", "is missing; run hpml dashboards build"))
+            findings.append(DashboardFinding(uid, "", "is missing; run hpml dashboards build"))
         elif found[uid] != json.loads(built.get(uid, "{}")):
-            findings.append(Finding(uid, "", "differs from its code; run hpml dashboards build"))
+            findings.append(
+                DashboardFinding(uid, "", "differs from its code; run hpml dashboards build")
+            )
     for uid, dashboard in found.items():
-        findings += [Finding(uid, *finding) for finding in _panel_findings(dashboard)]
+        findings += [DashboardFinding(uid, *finding) for finding in _panel_findings(dashboard)]
     asked = [query for uid, dashboard in found.items() for query in queries(uid, dashboard)]
     return findings + list(_query_findings(asked, *_rules(rules)))
 
@@ -144,7 +146,7 @@ def _panel_findings(dashboard: Dashboard) -> Iterator[tuple[str, str]]:
 
 def _query_findings(
     asked: list[Query], recorded: Mapping[str, set[str]], alerted: set[str]
-) -> Iterator[Finding]:
+) -> Iterator[DashboardFinding]:
     exported = {spec.name for spec in ALL}
     histograms = {
         f"{spec.name}{end}": spec.name
@@ -157,12 +159,12 @@ def _query_findings(
         try:
             metrics = _metrics(query.expression)
         except ValueError as error:
-            yield Finding(query.dashboard, query.panel, f"{error}: {query.expression}")
+            yield DashboardFinding(query.dashboard, query.panel, f"{error}: {query.expression}")
             continue
         for metric in metrics:
             name = histograms.get(metric, metric)
             if name not in exported | recorded.keys() | _FOREIGN:
-                yield Finding(query.dashboard, query.panel, f"nothing exports {metric}")
+                yield DashboardFinding(query.dashboard, query.panel, f"nothing exports {metric}")
             used.add(name)
     used |= {histograms.get(metric, metric) for metric in alerted}
     pending = [name for name in used if name in recorded]
@@ -174,9 +176,11 @@ def _query_findings(
                 pending += [name] if name in recorded else []
     listed = {name for names in UNUSED.values() for name in names.split()}
     for name in sorted(exported - used - listed):
-        yield Finding("", "", f"no dashboard or alert uses {name}, and UNUSED does not say why")
+        yield DashboardFinding(
+            "", "", f"no dashboard or alert uses {name}, and UNUSED does not say why"
+        )
     for name in sorted(listed & used | listed - exported):
-        yield Finding("", "", f"UNUSED names {name}, which is used or not exported")
+        yield DashboardFinding("", "", f"UNUSED names {name}, which is used or not exported")
 
 
 def _rules(rules: Path) -> tuple[dict[str, set[str]], set[str]]:

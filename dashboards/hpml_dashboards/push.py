@@ -27,7 +27,7 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.spec.address import read_secret, split_login, web_address
 
-__all__ = ["Outcome", "Push", "alert_groups", "push", "read_token"]
+__all__ = ["Push", "PushOutcome", "alert_groups", "push", "read_token"]
 
 Json = dict[str, Any]
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PushOutcome:
     """The result for one object: created, updated, unchanged, kept (a person's) or failed."""
 
     action: str
@@ -103,7 +103,7 @@ def read_token(path: str) -> str:
     return read_secret(path, "--token-file")
 
 
-def push(options: Push) -> Iterator[Outcome]:
+def push(options: Push) -> Iterator[PushOutcome]:
     """Push everything, and yield each object's result as soon as it is known.
 
     One thing that fails keeps no other from being pushed, except the folder.
@@ -204,22 +204,22 @@ class _Grafana:
             raise HpmlError(f"{self._url} is not Grafana: /api/health gave {str(health)[:60]!r}")
         self._ask(self._api.client.GET, "/folders?limit=1")
 
-    def folder(self) -> Outcome:
+    def folder(self) -> PushOutcome:
         """Find the folder, by its title too, or make it."""
         title = self._options.folder
         folders = self._ask(self._api.client.GET, "/folders?limit=1000")
         for folder in sorted(folders, key=lambda folder: folder["uid"] != _FOLDER):
             if folder["title"] == title:
                 self._folder, self._there = folder["uid"], True
-                return Outcome("unchanged", "folder", title)
+                return PushOutcome("unchanged", "folder", title)
         if any(folder["uid"] == _FOLDER for folder in folders):
             self._folder = f"hpml-{hashlib.sha256(title.encode()).hexdigest()[:12]}"
         if not self._options.dry_run:
             self._ask(self._api.folder.create_folder, title, self._folder)
             self._there = True
-        return Outcome("created", "folder", title)
+        return PushOutcome("created", "folder", title)
 
-    def datasource(self) -> Outcome:
+    def datasource(self) -> PushOutcome:
         """Make the data source of the Prometheus that was named."""
         wanted: Json = {
             "uid": _DATASOURCE,
@@ -230,7 +230,7 @@ class _Grafana:
             "jsonData": {"httpMethod": "POST", "timeInterval": "10s"},
         }
 
-        def work() -> Outcome:
+        def work() -> PushOutcome:
             current = self._find(self._api.datasource.get_datasource_by_uid, _DATASOURCE)
             theirs = (
                 f"its address is {current['url']}"
@@ -249,17 +249,17 @@ class _Grafana:
 
         return _attempt("data source", wanted["name"], work)
 
-    def dashboard(self, wanted: Json) -> Outcome:
+    def dashboard(self, wanted: Json) -> PushOutcome:
         """Save one dashboard, unless its last version is a person's."""
         uid, title = wanted["uid"], wanted["title"]
         message = _MESSAGE + hashlib.sha256(_text(wanted).encode()).hexdigest()[:16]
 
-        def work() -> Outcome:
+        def work() -> PushOutcome:
             found = self._find(self._api.dashboard.get_dashboard, uid)
             current = found and found["dashboard"]
             last = self._last_message(uid) if found else ""
             if last == message:
-                return Outcome("unchanged", "dashboard", title)
+                return PushOutcome("unchanged", "dashboard", title)
             if found and found["meta"].get("provisioned"):
                 raise HpmlError("it is provisioned from files, so only these can change it")
             theirs = "" if last.startswith(_MESSAGE) else "a person changed it in Grafana"
@@ -279,17 +279,17 @@ class _Grafana:
 
         return _attempt("dashboard", title, work)
 
-    def alerts(self) -> Iterator[Outcome]:
+    def alerts(self) -> Iterator[PushOutcome]:
         """Save the groups of alert rules; Grafana itself keeps people from changing them there."""
         try:
             datasource = self._asked or self._prometheus()
         except (HpmlError, GrafanaException) as error:
-            yield Outcome("failed", "alert rules", "all", str(error))
+            yield PushOutcome("failed", "alert rules", "all", str(error))
             return
         for group in alert_groups(self._folder, datasource):
             yield _attempt("alert rules", group["title"], partial(self._group, group))
 
-    def _group(self, wanted: Json) -> Outcome:
+    def _group(self, wanted: Json) -> PushOutcome:
         provisioning = self._api.alertingprovisioning
         name = wanted["title"]
         get = provisioning.get_rule_group
@@ -315,16 +315,16 @@ class _Grafana:
         wanted: Json,
         theirs: str,
         save: Callable[[], object],
-    ) -> Outcome:
+    ) -> PushOutcome:
         """Save what differs from what is there, unless that is a person's."""
         if current is not None and _of_interest(current, wanted) == wanted:
-            return Outcome("unchanged", kind, name)
+            return PushOutcome("unchanged", kind, name)
         diff = _diff(current, wanted, name)
         if current is not None and theirs and not self._options.overwrite:
-            return Outcome("kept", kind, name, theirs, diff)
+            return PushOutcome("kept", kind, name, theirs, diff)
         if not self._options.dry_run:
             save()
-        return Outcome("created" if current is None else "updated", kind, name, diff=diff)
+        return PushOutcome("created" if current is None else "updated", kind, name, diff=diff)
 
     def _last_message(self, uid: str) -> str:
         answer = self._api.client.GET(f"/dashboards/uid/{uid}/versions?limit=1")
@@ -367,12 +367,12 @@ class _Grafana:
             ) from error
 
 
-def _attempt(kind: str, name: str, work: Callable[[], Outcome]) -> Outcome:
+def _attempt(kind: str, name: str, work: Callable[[], PushOutcome]) -> PushOutcome:
     try:
         return work()
     except (GrafanaException, HpmlError, niquests.RequestException, ValueError) as error:
         hint = _HINTS[_FORBIDDEN] if getattr(error, "status_code", 0) == _FORBIDDEN else ""
-        return Outcome("failed", kind, name, ": ".join(filter(None, (_reason(error), hint))))
+        return PushOutcome("failed", kind, name, ": ".join(filter(None, (_reason(error), hint))))
 
 
 def _reason(error: BaseException) -> str:

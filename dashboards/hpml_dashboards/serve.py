@@ -28,7 +28,7 @@ from hpml_dashboards import JSON
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.address import LOCAL_NAMES, opener_for, split_login
 
-__all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer"]
+__all__ = ["DEFAULT_URL", "PrometheusServer", "PrometheusServerError", "ViewerServer"]
 
 DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"
@@ -56,7 +56,7 @@ _HEADERS = {
 }
 
 
-class PrometheusError(Exception):
+class PrometheusServerError(Exception):
     """Prometheus gave no usable answer; the message names the remedy."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
@@ -64,7 +64,7 @@ class PrometheusError(Exception):
         self.status = status
 
 
-class Prometheus:
+class PrometheusServer:
     """The query endpoints of a Prometheus.
 
     Args:
@@ -89,7 +89,7 @@ class Prometheus:
         query = {"query": "count(hpml_exporter_up)"}
         status, body = self.get("query", query, seconds=_FIRST_SECONDS)
         if status != HTTPStatus.OK:
-            raise PrometheusError(f"{self.url}: {json.loads(body).get('error', status)}")
+            raise PrometheusServerError(f"{self.url}: {json.loads(body).get('error', status)}")
         return bool(json.loads(body)["data"]["result"])
 
     def get(
@@ -116,13 +116,13 @@ class Prometheus:
                 return self._checked(error.code, error)
         except TimeoutError:
             message = f"Prometheus at {self.url} did not answer within {seconds:.0f} s"
-            raise PrometheusError(message, HTTPStatus.GATEWAY_TIMEOUT) from None
+            raise PrometheusServerError(message, HTTPStatus.GATEWAY_TIMEOUT) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 reason = f"no answer within {seconds:.0f} s"
             why = getattr(reason, "strerror", None) or reason
-            raise PrometheusError(f"cannot reach Prometheus at {self.url}: {why}") from None
+            raise PrometheusServerError(f"cannot reach Prometheus at {self.url}: {why}") from None
 
     def _checked(
         self, status: int, answer: http.client.HTTPResponse | urllib.error.HTTPError
@@ -131,16 +131,18 @@ class Prometheus:
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             what = "refuses these credentials" if self._authorization else "asks for a password"
             message = f"Prometheus at {self.url} {what}: use --prometheus-auth FILE"
-            raise PrometheusError(message)
+            raise PrometheusServerError(message)
         body: bytes = answer.read(_MAX_BYTES + 1)
         if len(body) > _MAX_BYTES:
-            raise PrometheusError(f"the answer is larger than {_MAX_BYTES >> 20} MiB: query less")
+            raise PrometheusServerError(
+                f"the answer is larger than {_MAX_BYTES >> 20} MiB: query less"
+            )
         try:
             is_prometheus = "status" in json.loads(body)
         except (ValueError, TypeError):
             is_prometheus = False
         if not is_prometheus:
-            raise PrometheusError(f"{self.url} is not a Prometheus (HTTP status {status})")
+            raise PrometheusServerError(f"{self.url} is not a Prometheus (HTTP status {status})")
         return status, body
 
 
@@ -155,13 +157,13 @@ def _check_points(parameters: Mapping[str, list[str]]) -> None:
         points = (end - start) / step + 1
     except (KeyError, ValueError, ZeroDivisionError):
         message = "start, end and step must be numbers of seconds"
-        raise PrometheusError(message, HTTPStatus.BAD_REQUEST) from None
+        raise PrometheusServerError(message, HTTPStatus.BAD_REQUEST) from None
     if not 0 < points <= _MAX_POINTS:
         message = (
             f"{points:,.0f} points per series, of at most {_MAX_POINTS:,}: "
             "choose a shorter time range or a longer step"
         )
-        raise PrometheusError(message, HTTPStatus.BAD_REQUEST)
+        raise PrometheusServerError(message, HTTPStatus.BAD_REQUEST)
 
 
 @functools.lru_cache(maxsize=16)
@@ -232,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
                 passed["timeout"] = [f"{_QUERY_SECONDS}s"]
             status, body = self.server.prometheus.get(endpoint, passed)
             self._send(status, body, "application/json")
-        except PrometheusError as error:
+        except PrometheusServerError as error:
             self._refuse(error.status, str(error))
 
     def _send_file(self, body: bytes, kind: str) -> None:
@@ -279,7 +281,9 @@ class ViewerServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, prometheus: Prometheus, port: int = 0, dashboards: Path = JSON) -> None:
+    def __init__(
+        self, prometheus: PrometheusServer, port: int = 0, dashboards: Path = JSON
+    ) -> None:
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from hpml_exporters.core.sampler import Source
+    from hpml_exporters.core.sampler import CollectorSource
     from hpml_exporters.options import NodeOptions
 
-    Load = Callable[[str], tuple[NodeOptions, list[Source] | None]]
+    Load = Callable[[str], tuple[NodeOptions, list[CollectorSource] | None]]
 
 __all__ = ["main", "program"]
 
@@ -24,7 +24,7 @@ _WRONG_OPTIONS = 2
 _STANDARD_ERROR = 2
 
 
-def _load_node(text: str) -> tuple[NodeOptions, list[Source] | None]:
+def _load_node(text: str) -> tuple[NodeOptions, list[CollectorSource] | None]:
     from hpml_exporters.options import NodeOptions  # noqa: PLC0415 - signals first
 
     return NodeOptions.from_json(text), None

@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.collector import Collector
-from hpml_exporters.core.sampler import Sampler, Source, tell
+from hpml_exporters.core.sampler import CollectorSource, Sampler, tell
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_orchestrator.errors import InputError, RecordError
@@ -26,7 +26,7 @@ from hpml_orchestrator.errors import InputError, RecordError
 if TYPE_CHECKING:
     from hpml_exporters.web import Counters
 
-__all__ = ["EXIT_STUCK", "NodeCollector", "Pages", "block_signals", "run", "sources_of"]
+__all__ = ["EXIT_STUCK", "ExporterPages", "NodeCollector", "block_signals", "run", "sources_of"]
 
 EXIT_STUCK = 75
 """A driver call does not return: start me again."""
@@ -52,7 +52,7 @@ class NodeCollector(Sampler):
         self.start()
 
 
-class Pages:
+class ExporterPages:
     """The pages of the web server."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -104,12 +104,12 @@ class _SummaryWriter:
     """
 
     def __init__(self, options: NodeOptions, sampler: Sampler) -> None:
-        from hpml_exporters.summary import Summary  # noqa: PLC0415 - in jobs alone
+        from hpml_exporters.summary import JobSummary  # noqa: PLC0415 - in jobs alone
 
         least, most = _SUMMARY_SECONDS
         self._pause = min(max(options.gpu_interval, least), most)
         self._path, self._sampler = options.summary_file, sampler
-        self._summary = Summary(options)
+        self._summary = JobSummary(options)
         self._began = self._written = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="summary", daemon=True)
@@ -139,12 +139,12 @@ class _SummaryWriter:
             tell(f"summary: {type(error).__name__}: {error}")
 
 
-def sources_of(options: NodeOptions) -> list[Source]:
+def sources_of(options: NodeOptions) -> list[CollectorSource]:
     """Return the collectors that are switched on; that of the jobs first, others look at it."""
     context = Context(options)
     names = [name for name in COLLECTORS if name not in options.without]
     names.sort(key=lambda name: name != "jobs")
-    return [Source(name, partial(_made, COLLECTORS[name], context)) for name in names]
+    return [CollectorSource(name, partial(_made, COLLECTORS[name], context)) for name in names]
 
 
 def _node(options: NodeOptions) -> list[Metric]:
@@ -158,7 +158,7 @@ def _made(module: str, context: Context) -> Collector:
     return made
 
 
-def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
+def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) -> int:
     """Export this node until a signal ends it; returns the exit status.
 
     Args:
@@ -186,7 +186,7 @@ def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
         exit_seconds=options.exit_seconds,
         give_up=give_up,
     )
-    pages = Pages(sampler)
+    pages = ExporterPages(sampler)
     server = Server(options.listen, options.web_config, pages, any_port=options.any_port)
     pages.count(server.counters)
     summary: _SummaryWriter | None = None

@@ -16,12 +16,12 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import shown_name
-from hpml_exporters.core.sampler import Snapshot
+from hpml_exporters.core.sampler import Samples
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.training.metrics import OF_COUNTERS, OF_PARTS
 from hpml_orchestrator.records.files import write_json
 
-__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Summary"]
+__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "JobSummary"]
 
 _T = TypeVar("_T")
 
@@ -65,7 +65,7 @@ _STEADY_SECONDS = 10.0
 _MAX_BYTES = 4 << 20
 
 
-class Summary:
+class JobSummary:
     """Figures of the job that the options name, on this node.
 
     Args:
@@ -90,7 +90,7 @@ class Summary:
         self._resume(options.summary_file)
         self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
-    def note(self, snapshot: Snapshot) -> None:
+    def note(self, snapshot: Samples) -> None:
         """Add what happened since the snapshot before; harmless for the same one twice."""
         step = max(0.0, snapshot.monotonic - self._last)
         self._last = max(self._last, snapshot.monotonic)

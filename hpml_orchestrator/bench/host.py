@@ -137,7 +137,7 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
             if len(writes) >= LEAST_REPEATS and time.perf_counter() > limit:
                 break
         figure(f"{part}.write", [writes], "B/s", ranks)
-        with Reader(descriptor) as reader:
+        with DiskReader(descriptor) as reader:
             rates = [reader.rate(repeat * _FILE_BYTES) for repeat in range(len(writes))]
         figure(f"{part}.read", [rates], "B/s", ranks)
     finally:
@@ -150,7 +150,7 @@ def write_all(descriptor: int, block: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-class Reader:
+class DiskReader:
     """Reads a file with several threads, with O_DIRECT if the file system has it."""
 
     def __init__(self, descriptor: int) -> None:
@@ -168,7 +168,7 @@ class Reader:
             return
         self._descriptor = os.open(path, os.O_RDONLY)
 
-    def __enter__(self) -> Reader:  # noqa: PYI034 - Self is of Python 3.11
+    def __enter__(self) -> DiskReader:  # noqa: PYI034 - Self is of Python 3.11
         self._pool = ThreadPoolExecutor(_READERS)
         return self
 

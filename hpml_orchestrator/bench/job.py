@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SECONDS",
+    "BenchSize",
     "Nodes",
-    "Size",
     "arguments",
     "job_fields",
     "own_python",
@@ -69,7 +69,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Size:
+class BenchSize:
     """What of each node the job asks for."""
 
     cpus: int = 1
@@ -126,7 +126,7 @@ def parse_nodes(text: str) -> Nodes:
     return Nodes(len(names), names)
 
 
-def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Size:
+def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> BenchSize:
     """Return what to ask of each node, so that the job gets all of it.
 
     Of a partition with several kinds of nodes the most frequent kind is measured, unless the nodes
@@ -150,12 +150,12 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Siz
                 value=",".join(nodes.names) or nodes.count,
                 hint="leave --nodes out, or submit to a Slurm cluster",
             )
-        return Size(len(cpu_ids()), len(gpu_ids()), _memory(len(gpu_ids()), memory_mb()))
+        return BenchSize(len(cpu_ids()), len(gpu_ids()), _memory(len(gpu_ids()), memory_mb()))
     if not cluster.nodes or not cluster.partitions:  # PrivateData: the user names sizes
-        return Size()
+        return BenchSize()
     chosen = _partition(nodes, partition, cluster)
     if chosen is None:
-        return Size()  # the check reports that the partition does not exist
+        return BenchSize()  # the check reports that the partition does not exist
     members = cluster.nodes_of(chosen)
     exclude: tuple[str, ...] = ()
     if nodes.names:
@@ -167,10 +167,10 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Siz
         exclude = tuple(node.name for node in members if _kind(node) != kind)
         members = tuple(node for node in members if _kind(node) == kind)
     if not members:
-        return Size()
+        return BenchSize()
     gpus = min(node.gpus() for node in members)
     least = min(node.memory_mib for node in members)
-    return Size(
+    return BenchSize(
         cpus=min(chosen.max_cpus_per_node or MAX_NODES, *(node.cpus for node in members)),
         gpus=gpus,
         memory_mib=_memory(gpus, least) if cluster.limits.memory_consumable else None,
@@ -223,7 +223,9 @@ def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition 
     )
 
 
-def job_fields(size: Size, nodes: Nodes, program: Path, args: Sequence[str]) -> dict[str, object]:
+def job_fields(
+    size: BenchSize, nodes: Nodes, program: Path, args: Sequence[str]
+) -> dict[str, object]:
     """Return the fields of the job file; command line and site profile have more.
 
     Args:

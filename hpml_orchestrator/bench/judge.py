@@ -11,10 +11,19 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpml_orchestrator.bench.results import Figure, Measurement
+from hpml_orchestrator.bench.results import Measurement, Rate
 from hpml_orchestrator.diagnosis.devices import specification
 
-__all__ = ["BELOW", "BUSY", "UNCERTAIN", "Compared", "Reference", "Verdict", "compare", "judge"]
+__all__ = [
+    "BELOW",
+    "BUSY",
+    "UNCERTAIN",
+    "BenchVerdict",
+    "Compared",
+    "Reference",
+    "compare",
+    "judge",
+]
 
 BELOW = 0.05
 """An outlier is further below than this; AMD's node check and ml-engineering use 5 % as well."""
@@ -46,7 +55,7 @@ class Compared:
 
     node: str
     name: str
-    figure: Figure
+    figure: Rate
     references: Sequence[Reference] = ()
     outlier: str = ""  # which kind of reference it is below
     uncertain: bool = False  # its repeats scatter too much for a verdict, or others disturbed it
@@ -57,7 +66,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BenchVerdict:
     """What was found: every figure, and the findings as sentences."""
 
     figures: Sequence[Compared] = ()
@@ -87,7 +96,7 @@ class Verdict:
         return not self.outliers and not self.failed
 
 
-def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Verdict:
+def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> BenchVerdict:
     """Return the verdict on the nodes of one run.
 
     Args:
@@ -102,7 +111,7 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ver
         for part, missing in made.missing.items():
             is_fault = missing.failed and not _has_no_cpus(made, part)
             (failed if is_fault else left_out).setdefault(made.node, {})[part] = missing.reason
-    return Verdict(figures, outliers, failed, left_out)
+    return BenchVerdict(figures, outliers, failed, left_out)
 
 
 def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> list[Compared]:
@@ -126,7 +135,7 @@ def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> l
     return found
 
 
-def _below(figure: Figure, references: Sequence[Reference]) -> str:
+def _below(figure: Rate, references: Sequence[Reference]) -> str:
     """Return the first kind of reference that a figure is certainly below."""
     for reference in references:
         distance = 1 - figure.value / reference.value

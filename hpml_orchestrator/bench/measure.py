@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--meet", default="")
     options = parser.parse_args()
     if not options.part:
-        return Node(options).measure()
+        return NodeBench(options).measure()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         part_of(options)
@@ -86,7 +86,7 @@ def part_of(options: argparse.Namespace) -> None:
         measure_files(part, options)
 
 
-class Node:
+class NodeBench:
     """Starts the parts in sequence and collects their answers."""
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite, Site
 
 __all__ = [
-    "Figure",
-    "Gpu",
+    "BenchGpu",
     "Measurement",
     "Missing",
+    "Rate",
     "directories_of",
     "keep",
     "node_type",
@@ -47,7 +47,7 @@ _NAME = re.compile(r"(?!\.)[\w.+-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Figure:
+class Rate:
     """A rate that a tenth of several repeats reach."""
 
     value: float
@@ -65,7 +65,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class BenchGpu:
     """A GPU that was measured."""
 
     name: str
@@ -91,8 +91,8 @@ class Measurement:
     load: float = 0.0  # share of the node's CPU time that other processes used meanwhile
     torch: str = ""
     seconds: float = 0.0
-    gpus: Sequence[Gpu] = ()
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    gpus: Sequence[BenchGpu] = ()
+    figures: Mapping[str, Rate] = field(default_factory=dict)
     missing: Mapping[str, Missing] = field(default_factory=dict)
     curves: Mapping[str, Sequence[tuple[int, float, float]]] = field(default_factory=dict)
 
@@ -113,8 +113,8 @@ def parse(record: Mapping[str, Any]) -> Measurement:
             type=_plain(record["type"]),
             run=_plain(record["run"]),
             time=float(record["time"]),
-            gpus=tuple(Gpu(str(gpu["name"]), str(gpu["uuid"])) for gpu in record["gpus"]),
-            figures={str(name): Figure(**value) for name, value in record["figures"].items()},
+            gpus=tuple(BenchGpu(str(gpu["name"]), str(gpu["uuid"])) for gpu in record["gpus"]),
+            figures={str(name): Rate(**value) for name, value in record["figures"].items()},
             missing={str(name): Missing(**value) for name, value in record["missing"].items()},
             curves=curves,
             cpus=int(record["cpus"]),
@@ -130,7 +130,7 @@ def parse(record: Mapping[str, Any]) -> Measurement:
     return made
 
 
-def _check(name: str, figure: Figure, gpus: int) -> None:
+def _check(name: str, figure: Rate, gpus: int) -> None:
     """Refuse a figure that is not a number above 0, or of a GPU that is not listed."""
     if not (math.isfinite(figure.value) and figure.value > 0 and math.isfinite(figure.spread)):
         raise ValueError(f"{name} is not a number above 0")

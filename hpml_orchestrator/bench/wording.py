@@ -14,7 +14,7 @@ from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.texts import rate_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.bench.judge import Compared, Verdict
+    from hpml_orchestrator.bench.judge import BenchVerdict, Compared
 
 __all__ = ["HEADER", "findings", "fits", "rows", "to_json"]
 
@@ -69,7 +69,7 @@ def _place(compared: Compared) -> str:
     return f"{compared.node} {device}" if is_device else compared.node
 
 
-def rows(verdict: Verdict) -> list[tuple[str, ...]]:
+def rows(verdict: BenchVerdict) -> list[tuple[str, ...]]:
     """Return a row for each kind of figure: of several nodes and GPUs the median and the lowest.
 
     Spread and references are those of the lowest one.
@@ -106,7 +106,7 @@ def _against(compared: Compared, kind: str) -> str:
 
 
 def findings(
-    measured: Sequence[Measurement], verdict: Verdict, lost: Sequence[str] = ()
+    measured: Sequence[Measurement], verdict: BenchVerdict, lost: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yield a line for each node, then one for each thing that is wrong with it.
 
@@ -172,7 +172,7 @@ def fits(measured: Sequence[Measurement]) -> dict[str, AllReduce]:
 
 
 def to_json(
-    measured: Sequence[Measurement], verdict: Verdict, lost: Sequence[str], kept: str
+    measured: Sequence[Measurement], verdict: BenchVerdict, lost: Sequence[str], kept: str
 ) -> dict[str, object]:
     """Return everything for programs."""
     by_node: dict[str, list[Mapping[str, object]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpml_orchestrator.check.finding import Finding, Level
+from hpml_orchestrator.check.finding import CheckFinding, Level
 from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.records.texts import first_few
@@ -40,12 +40,12 @@ class AccountSelection:
     association: Association | None = None
     qos_name: str = ""
     qos: Qos | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
 
 
 def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
     """Return account and QOS of a job, and what is wrong with them."""
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
     resources = request.job.resources
     if cluster.associations is None:  # no slurmdbd, or it did not answer
         return AccountSelection(resources.account or "", None, resources.qos or "")
@@ -61,7 +61,7 @@ def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
 
 def accounting_limits(
     placement: Placement, selection: AccountSelection, tres: Mapping[str, int]
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Yield which limits of the partition's QOS, the job's QOS and the association it is over.
 
     Of each kind of limit the first that is set counts, in the order that Slurm takes them.
@@ -165,7 +165,7 @@ def _association(request: JobRequest, cluster: Cluster) -> Association | None:
 
 def _account(
     request: JobRequest, cluster: Cluster, mine: tuple[Association, ...]
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     wanted = request.job.resources.account
     enforced = bool(cluster.limits.accounting_enforce - _NOT_ABOUT_ACCOUNTS)
     accounts = list(dict.fromkeys(association.account for association in mine))
@@ -177,14 +177,14 @@ def _account(
         message = f"account {wanted} {reason}; yours are {first_few(accounts)}"
         hint = did_you_mean(wanted, accounts)
         level = "error" if enforced else "warning"
-        yield Finding(level, "account.unknown", field, wanted, message, accounts, hint)
+        yield CheckFinding(level, "account.unknown", field, wanted, message, accounts, hint)
     elif enforced and "all_partitions" not in cluster.limits.submit_plugins:
         message = "this cluster requires an account, and you have no "
         message += "default account" if accounts else "account"
         hint = f"`account: {accounts[0]}`" if accounts else "ask the site for an account"
         # Slurm fills it in after the site's plugin, which may have
         level = "warning" if cluster.may_rewrite_jobs else "error"
-        yield Finding(level, "account.none", field, None, message, accounts, hint)
+        yield CheckFinding(level, "account.none", field, None, message, accounts, hint)
 
 
 def _default_qos(association: Association | None, cluster: Cluster) -> str:
@@ -197,7 +197,7 @@ def _default_qos(association: Association | None, cluster: Cluster) -> str:
     return "normal" if any(qos.name == "normal" for qos in cluster.qos or ()) else ""
 
 
-def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iterator[Finding]:
+def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iterator[CheckFinding]:
     known = [qos.name for qos in cluster.qos or ()]
     allowed = list(association.qos) if association else known
     level: Level = "error" if "qos" in cluster.limits.accounting_enforce else "warning"
@@ -205,11 +205,11 @@ def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iter
     if cluster.qos is not None and not any(_same(name, wanted) for name in known):
         message = f"there is no QOS {wanted}; you may use {first_few(allowed)}"
         hint = did_you_mean(wanted, allowed)
-        yield Finding(level, "qos.unknown", field, wanted, message, allowed, hint)
+        yield CheckFinding(level, "qos.unknown", field, wanted, message, allowed, hint)
     elif association is not None and not any(_same(name, wanted) for name in allowed):
         message = f"account {association.account} may not use QOS {wanted}; "
         message += f"it may use {first_few(allowed)}"
-        yield Finding(level, "qos.account", field, wanted, message, allowed)
+        yield CheckFinding(level, "qos.account", field, wanted, message, allowed)
 
 
 def _qos_named(cluster: Cluster, name: str) -> Qos | None:

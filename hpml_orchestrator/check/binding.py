@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, warning
+from hpml_orchestrator.check.finding import CheckFinding, warning
 from hpml_orchestrator.check.request import cpus_field
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.script.directives import effective_job
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = [
-    "Shape",
+    "NodeShape",
     "check_binding",
     "kinds_for",
     "shape_of_kind",
@@ -53,7 +53,7 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class NodeShape:
     """The properties of a kind of nodes that matter for binding; 0 if unknown.
 
     Attributes:
@@ -71,12 +71,12 @@ class Shape:
     domains: int = 0
 
 
-def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape:
+def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> NodeShape:
     """Return the shape of a site profile's node type, by its topology if it has one."""
     label = f"node type {name}"
     if topology is not None:
         cores = len(topology.cores)
-        return Shape(
+        return NodeShape(
             label,
             cores,
             max(1, (kind.cpus or len(topology.cpus)) // cores),
@@ -85,16 +85,18 @@ def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape
         )
     cores = (kind.sockets or 0) * (kind.cores_per_socket or 0)
     per_core = (kind.cpus or 0) // cores if cores and kind.cpus else kind.threads_per_core or 1
-    return Shape(label, cores, max(1, per_core), kind.sockets or 0)
+    return NodeShape(label, cores, max(1, per_core), kind.sockets or 0)
 
 
-def shape_of_node(node: Node) -> Shape:
+def shape_of_node(node: Node) -> NodeShape:
     """Return the shape of a node as Slurm has it; NUMA domains are unknown."""
     cores = node.sockets * node.cores_per_socket
-    return Shape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
+    return NodeShape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
 
 
-def check_binding(job: Job, shapes: Iterable[Shape] = (), *, whole: bool = False) -> list[Finding]:
+def check_binding(
+    job: Job, shapes: Iterable[NodeShape] = (), *, whole: bool = False
+) -> list[CheckFinding]:
     """Return what of a job's binding will not come out as intended, each kind of it once.
 
     Args:
@@ -104,12 +106,12 @@ def check_binding(job: Job, shapes: Iterable[Shape] = (), *, whole: bool = False
     """
     findings = list(_gpus(job))
     if job.binding.policy != "none":
-        for shape in [*shapes] or [Shape("")]:
+        for shape in [*shapes] or [NodeShape("")]:
             findings += [*_cores(job, shape, whole=whole), *_units(job, shape), *_idle(job, shape)]
     return list({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _gpus(job: Job) -> Iterator[Finding]:
+def _gpus(job: Job) -> Iterator[CheckFinding]:
     """More ranks than GPUs for them."""
     resources = job.resources
     gpus, ranks = resources.gpu_count, resources.ranks
@@ -122,7 +124,7 @@ def _gpus(job: Job) -> Iterator[Finding]:
         yield warning("binding.gpus", _RANKS, ranks, message, most, hint)
 
 
-def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
+def _cores(job: Job, shape: NodeShape, *, whole: bool) -> Iterator[CheckFinding]:
     """Fewer cores than the ranks and their loader workers need."""
     resources, workers = job.resources, job.binding.loader_workers
     ranks, per_core = resources.ranks, shape.cpus_per_core
@@ -148,7 +150,7 @@ def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
     yield warning("binding.cores", field, value, message, limit, hint)
 
 
-def _units(job: Job, shape: Shape) -> Iterator[Finding]:
+def _units(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
     """More ranks without GPUs than sockets or domains, if each must have one.
 
     With GPUs it is the GPU's socket or domain that is meant, and sharing that is as usual.
@@ -163,7 +165,7 @@ def _units(job: Job, shape: Shape) -> Iterator[Finding]:
         yield warning("binding.units", _RANKS, ranks, message, units, hint)
 
 
-def _idle(job: Job, shape: Shape) -> Iterator[Finding]:
+def _idle(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
     """Fewer ranks than GPUs: a domain whose GPUs have no rank keeps its cores idle."""
     gpus, ranks = job.resources.gpu_count, job.resources.ranks
     several = max(shape.domains, shape.sockets) > 1  # a socket has at least one domain

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Level", "error", "errors_first", "warning"]
+__all__ = ["CheckFinding", "Level", "error", "errors_first", "warning"]
 
 Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One problem, or a possible one.
 
     Attributes:
@@ -47,11 +47,11 @@ class Finding:
         return asdict(self)
 
 
-error = functools.partial(Finding, "error")
-warning = functools.partial(Finding, "warning")
+error = functools.partial(CheckFinding, "error")
+warning = functools.partial(CheckFinding, "warning")
 
 
-def errors_first(findings: Iterable[Finding]) -> list[Finding]:
+def errors_first(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
     """Return each finding once, errors before warnings."""
     unique = {(finding.code, finding.field, finding.message): finding for finding in findings}
     return sorted(unique.values(), key=lambda finding: finding.level != "error")

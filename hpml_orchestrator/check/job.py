@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.binding import (
-    Shape,
+    NodeShape,
     check_binding,
     shape_of_kind,
     shape_of_node,
 )
-from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
+from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
 from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
 from hpml_orchestrator.check.memory import check_memory
 from hpml_orchestrator.check.monitor import check_monitor
@@ -37,7 +37,7 @@ from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
     MAX_TASKS,
-    Machine,
+    LocalMachine,
     cpu_ids,
     gpu_ids,
     memory_mb,
@@ -77,19 +77,19 @@ class CheckReport:
         verdict: which partitions would accept the job; empty for the local backend.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     not_asked: str = ""
     notes: list[str] = field(default_factory=list)
     verdict: Verdict = Verdict()  # noqa: RUF009 - frozen
     not_checked: list[str] = field(default_factory=list)
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[CheckFinding]:
         """Those that prevent the job from running."""
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property
-    def warnings(self) -> list[Finding]:
+    def warnings(self) -> list[CheckFinding]:
         """The others."""
         return [finding for finding in self.findings if finding.level == "warning"]
 
@@ -192,7 +192,7 @@ def check_job(
         findings += software
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
     if not on_slurm:
-        machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
+        machine = LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]
         return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     verdict = Verdict()
@@ -208,7 +208,7 @@ def check_job(
     return CheckReport(errors_first(findings), not_asked, notes, verdict, not_checked)
 
 
-def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
+def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[CheckFinding], Sizes]:
     """Return findings about data that cannot be staged, `here` or on nodes, and its size."""
     if not job.stage:
         return [], Sizes()
@@ -218,7 +218,7 @@ def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Siz
     return [*findings, *(stages.check_targets(job) if here else ())], sizes
 
 
-def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
+def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     """Yield what a job requests and this machine does not have."""
     resources = job.resources
     tasks = len(job.tasks.indices) if job.tasks is not None else 0
@@ -246,7 +246,7 @@ def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
             yield error(f"local.{code}", place, value, message, most, _LOCAL_HINT)
 
 
-def refusal(errors: Sequence[Finding], unchecked: str = "`--no-check`") -> InputError:
+def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> InputError:
     """Return the error for a job that would not run: every finding with its hint.
 
     Args:
@@ -300,7 +300,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
     return dataclasses.replace(verdict, findings=[*_other_cluster(site, cluster), *findings])
 
 
-def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
+def _other_cluster(site: Site, cluster: Cluster) -> list[CheckFinding]:
     """Return a warning if the profile was written for another cluster."""
     here = cluster.limits.cluster
     if site.cluster is None or not here or site.cluster == here:
@@ -312,7 +312,7 @@ def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
 
 def _binding(
     job: Job, cluster: Cluster | None, site: Site | None, topologies: Mapping[str, Topology]
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Compare the binding of a job, as Slurm will see it, with the nodes.
 
     They are as the site profile or else Slurm describes them.
@@ -320,7 +320,7 @@ def _binding(
     wanted = job.resources.partition
     kinds = site.kinds_of(wanted) if site else {}
     whole = whole_nodes(job, site)
-    shapes: list[Shape] = [
+    shapes: list[NodeShape] = [
         shape_of_kind(name, kind, topologies.get(name)) for name, kind in kinds.items()
     ]
     if cluster is not None:
@@ -344,7 +344,7 @@ def invalid_job(fault: InputError) -> CheckReport:
     return CheckReport([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
 
 
-def _as_finding(fault: HpmlError, hint: str = "") -> Finding:
+def _as_finding(fault: HpmlError, hint: str = "") -> CheckFinding:
     place, value = getattr(fault, "field", "") or "job", getattr(fault, "value", None)
     shown = value if isinstance(value, (str, int, float)) else None
     return error("job.wrong", place, shown, fault.message, hint=fault.hint or hint)

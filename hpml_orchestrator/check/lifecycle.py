@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.paths import local_reason, unwritable
 from hpml_orchestrator.records.progress import lead_seconds
 from hpml_orchestrator.records.texts import first_few
@@ -30,7 +30,7 @@ _LISTED = 1000
 _DEFAULTS = Checkpoint()
 
 
-def check_lifecycle(job: Job, site: Site | None) -> Iterator[Finding]:
+def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
     """Yield what of `checkpoint` cannot work with the rest of the job, or not as intended.
 
     Args:
@@ -62,7 +62,7 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[Finding]:
             yield warning("checkpoint.nodelist", place, True, message, None, hint)
 
 
-def _times(own: Checkpoint, limit: int) -> Iterator[Finding]:
+def _times(own: Checkpoint, limit: int) -> Iterator[CheckFinding]:
     """Yield which times do not fit the time limit, in seconds."""
     shown, lead = format_time(limit), own.lead_seconds
     if lead is not None and lead >= limit:
@@ -83,7 +83,7 @@ def _times(own: Checkpoint, limit: int) -> Iterator[Finding]:
 
 def check_directory(
     job: Job, records: Path, site: Site | None, *, on_nodes: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Yield why checkpoints cannot be kept in their directory, as far as this machine sees it.
 
     Args:
@@ -134,7 +134,7 @@ def _node_local(path: Path, job: Job, site: Site | None) -> str:
     return local_reason(path) or ("/dev/shm" if str(path) == "/dev/shm" else "")  # noqa: S108
 
 
-def _space(path: Path, shown: str) -> Iterator[Finding]:
+def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
     """Yield a finding if the file system of a path is full, or nearly."""
     while not path.exists() and path != path.parent:
         path = path.parent

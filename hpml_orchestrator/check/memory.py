@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, warning
+from hpml_orchestrator.check.finding import CheckFinding, warning
 from hpml_orchestrator.diagnosis import memory
-from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, Way
+from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, TrainingOption
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.texts import human_bytes
@@ -81,8 +81,8 @@ class Advice:
     device: DeviceNeed | None = None
     device_bytes: float | None = None
     device_why: str = ""
-    options: Sequence[Way] = ()
-    way: Way | None = None
+    options: Sequence[TrainingOption] = ()
+    way: TrainingOption | None = None
     room: float | None = None
     largest_batch: int | None = None
     replicas: int = 1
@@ -243,7 +243,7 @@ def advise(
     # On the host a rank's share of the memory also holds the interpreter, data and workers.
     parts = device.states + device.activations.at(batch) + device.other.at(batch)
     beside = max(0.0, host.per_rank(batch) - parts)
-    options = [Way(way.name, way.need + beside, way.what) for way in options]
+    options = [TrainingOption(way.name, way.need + beside, way.what) for way in options]
     share = None if limit is None else (limit - host.shared) / resources.ranks
     way = memory.first_fit(options, share)
     most = None if share is None else memory.largest_batch(share, host.process, host.workers)
@@ -294,14 +294,14 @@ def save_advice(store: Store, job: Job, advice: Advice) -> None:
         write_json(path, record)
 
 
-def check_memory(job: Job, store: Store) -> list[Finding]:
+def check_memory(job: Job, store: Store) -> list[CheckFinding]:
     """Return a warning if a run of the same program with the same arguments needs more memory."""
     with contextlib.suppress(HpmlError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return [*_stored(job, store)] or [*_last_run(job, store)]
     return []
 
 
-def _stored(job: Job, store: Store) -> Iterator[Finding]:
+def _stored(job: Job, store: Store) -> Iterator[CheckFinding]:
     """Yield a warning if the job as it is now does not fit by a stored advice."""
     path = _path(store, job)
     record = read_json(path) if path.is_file() else None
@@ -329,7 +329,7 @@ def _stored(job: Job, store: Store) -> Iterator[Finding]:
         yield warning("memory.device", "resources.gpus", resources.gpus, message, None, hint)
 
 
-def _last_run(job: Job, store: Store) -> Iterator[Finding]:
+def _last_run(job: Job, store: Store) -> Iterator[CheckFinding]:
     """Yield how the newest run of the same program ended, if it ran out of memory or nearly so."""
     if not job.resources.memory:
         return

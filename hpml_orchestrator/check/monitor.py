@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from site import ENABLE_USER_SITE, getusersitepackages
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.check.finding import Finding, warning
+from hpml_orchestrator.check.finding import CheckFinding, warning
 from hpml_orchestrator.records.targets import is_loopback
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 def check_monitor(
     job: Job, *, on_nodes: bool, installed: Callable[[str], bool] | None = None
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Return what keeps a job from being monitored as intended; the job runs all the same.
 
     Args:
@@ -47,11 +47,11 @@ def _installed(name: str) -> bool:
     return bool(path) and not (ENABLE_USER_SITE and path.startswith(getusersitepackages()))
 
 
-def _warning(code: str, field: str, value: object, message: str, hint: str) -> Finding:
+def _warning(code: str, field: str, value: object, message: str, hint: str) -> CheckFinding:
     return warning(f"monitor.{code}", f"monitor.{field}", value, message, None, hint)
 
 
-def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
+def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[CheckFinding]:
     if not installed("hpml_exporters"):
         message = "hpml_exporters is not installed with hpml: the job will not be monitored"
         yield _warning("missing", "enabled", True, message, _INSTALL)
@@ -62,7 +62,7 @@ def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
             yield _warning("no_gpus", "enabled", True, message, _INSTALL)
 
 
-def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[Finding]:
+def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[CheckFinding]:
     alone = is_loopback(monitor.listen.rpartition(":")[0].strip("[]"))
     if alone and on_nodes:
         message = "is reachable from the node itself only: Prometheus elsewhere cannot scrape it"
@@ -76,7 +76,7 @@ def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[Finding]:
         yield _warning("open", "listen", monitor.listen, message, hint)
 
 
-def _web_config(path: str, *, alone: bool) -> Iterator[Finding]:
+def _web_config(path: str, *, alone: bool) -> Iterator[CheckFinding]:
     """Yield the exporter's error about the file; nothing if it cannot be started."""
     if not os.access(path, os.R_OK):
         message = "is not readable by you: the job will not be monitored"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
@@ -48,7 +48,7 @@ class _Need:
         return self.has(node) >= self.least
 
 
-def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
+def fit(placement: Placement) -> tuple[list[Node], list[CheckFinding]]:
     """Return the nodes that meet all requests of a job, and findings about unmet requests.
 
     The state of a node does not matter; one that is only planned (FUTURE) does not count.
@@ -72,7 +72,7 @@ def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
     return fitting, findings
 
 
-def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
+def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[CheckFinding]:
     """Yield what no node of the whole cluster has: GPUs, types of them, features."""
     if not cluster.nodes:
         return
@@ -124,7 +124,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
         yield _Need("features", "constraint", text, lambda node: features <= node.features, 1)
 
 
-def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> Finding:
+def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> CheckFinding:
     """Return the finding for one need that too few nodes meet, whatever else is requested."""
     request, partition = placement.request, placement.partition
     having = sum(map(need.met, nodes))
@@ -153,7 +153,7 @@ def _only(count: int) -> str:
     return f"only {counted(count, 'node')}" if count else "no node"
 
 
-def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
+def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[CheckFinding]:
     types: dict[str, int] = {}
     for gres in (gres for node in cluster.nodes for gres in node.gres if gres.name == "gpu"):
         types[gres.kind] = max(types.get(gres.kind, 0), gres.count)
@@ -170,7 +170,7 @@ def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
             yield request.fault("gpus.type", "gpus", message, sorted(types), hint)
 
 
-def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
+def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[CheckFinding]:
     """Yield a finding if the data exceed the local disks in the site profile.
 
     Args:

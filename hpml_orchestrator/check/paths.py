@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, Level, error, warning
+from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
@@ -41,7 +41,7 @@ _LAUNCHERS = {
 }
 
 
-def check_program(job: Job, environment: Mapping[str, str]) -> list[Finding]:
+def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding]:
     """Return what of a job's program and software is not there, or cannot be read.
 
     Args:
@@ -55,7 +55,7 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def _words(job: Job) -> Iterator[Finding]:
+def _words(job: Job) -> Iterator[CheckFinding]:
     """Yield a warning for each word that holds an option and, after a blank, its value."""
     for place, words in (("args", job.args), ("command", job.command or ())):
         for index, word in enumerate(words):
@@ -67,7 +67,7 @@ def _words(job: Job) -> Iterator[Finding]:
                 yield warning("args.one_word", f"{place}.{index}", word, message, None, hint)
 
 
-def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _program(job: Job, environment: Mapping[str, str]) -> Iterator[CheckFinding]:
     if not os.path.isdir(job.workdir):
         reason = "is not a directory" if os.path.exists(job.workdir) else "does not exist"
         yield _fault("error", "workdir.missing", "workdir", job.workdir, reason)
@@ -103,7 +103,7 @@ def _on_path(
     software: Environment,
     environment: Mapping[str, str],
     hint: str,
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Yield a warning where a program is not found; modules and conda bring their own."""
     if software.modules or software.conda or software.container or "{" in program:
         return
@@ -122,7 +122,7 @@ def _on_path(
         yield _fault("warning", "program.mode", place, program, "is not executable", hint, at=path)
 
 
-def _software(software: Environment, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _software(software: Environment, environment: Mapping[str, str]) -> Iterator[CheckFinding]:
     """Yield which environment, image or mount does not exist; or lacks what makes it one."""
     paths: list[tuple[Level, str, str, str, str, str]] = []
     if software.venv:
@@ -157,7 +157,7 @@ def _software(software: Environment, environment: Mapping[str, str]) -> Iterator
 
 def _fault(
     level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
-) -> Finding:
+) -> CheckFinding:
     """Return a finding about a path; distinguishes 'permission denied' from 'not found'."""
     try:
         os.stat(at or path)
@@ -168,7 +168,7 @@ def _fault(
         hint = f"`ls -ld {closed}`; ask its owner for permission to enter it"
     except OSError:
         pass
-    return Finding(level, code, place, path, f"{path} {reason}", hint=hint)
+    return CheckFinding(level, code, place, path, f"{path} {reason}", hint=hint)
 
 
 # Each module is loaded after it is found: in a hierarchy the next may show only then, and one may
@@ -210,7 +210,7 @@ def check_software(
     *,
     timeout: float,
     on_nodes: bool = True,
-) -> tuple[list[Finding], list[str]]:
+) -> tuple[list[CheckFinding], list[str]]:
     """Return modules and conda environments that this machine lacks, and those not checked.
 
     Args:
@@ -239,11 +239,13 @@ def check_software(
         if f"missing {module}" in lines:
             message, hint = f"there is no module {module} {where}", "`module avail` lists them"
             place = f"environment.modules.{index}"
-            findings.append(Finding(level, "module.unknown", place, module, message, None, hint))
+            findings.append(
+                CheckFinding(level, "module.unknown", place, module, message, None, hint)
+            )
     if "no module" in lines and not on_nodes:
         message, hint = "there is no `module` command on this machine", "leave the modules out"
         place, value = "environment.modules", ", ".join(modules)
-        findings.append(Finding(level, "module.none", place, value, message, None, hint))
+        findings.append(CheckFinding(level, "module.none", place, value, message, None, hint))
     elif modules and ("no module" in lines or not answered):
         unseen.append(f"modules {first_few(modules)} (no `module` command here)")
     known = _conda_environments(conda_text) if conda else [conda]
@@ -255,7 +257,7 @@ def check_software(
             message = f"there is no conda environment {conda} {where}; there are {first_few(known)}"
             hint = did_you_mean(conda, known)
         place = "environment.conda"
-        findings.append(Finding(level, "conda.unknown", place, conda, message, known, hint))
+        findings.append(CheckFinding(level, "conda.unknown", place, conda, message, known, hint))
     return findings, unseen
 
 
@@ -267,7 +269,7 @@ def _conda_environments(text: str) -> list[str] | None:
         return None
 
 
-def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
+def check_records(root: Path, *, on_nodes: bool) -> Iterator[CheckFinding]:
     """Yield whether records cannot be written, or the nodes will not see them.
 
     Args:
@@ -287,7 +289,7 @@ def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
         yield warning("records.local", "--records", str(root), message, None, hint)
 
 
-def check_collect(job: Job) -> Iterator[Finding]:
+def check_collect(job: Job) -> Iterator[CheckFinding]:
     """Yield targets of results that cannot be written, as far as this machine sees them."""
     for index, entry in enumerate(job.collect):
         place = "" if entry.target.startswith("{") else unwritable(Path(entry.target))

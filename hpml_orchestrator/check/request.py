@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error
+from hpml_orchestrator.check.finding import CheckFinding, error
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 from hpml_orchestrator.script.directives import memory_mebibytes
@@ -70,7 +70,7 @@ class JobRequest:
 
     def fault(
         self, code: str, name: str, message: str, limit: object = None, hint: str = ""
-    ) -> Finding:
+    ) -> CheckFinding:
         """Return an error about a field of `resources`, with its value in the job file."""
         value = self.job.resources.written(name)
         return error(code, f"resources.{name}", value, message, limit, hint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.accounting import AccountSelection, accounting_limits, select_account
-from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
+from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
 from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
 from hpml_orchestrator.check.request import JobRequest, Placement, job_request
 from hpml_orchestrator.errors import counted, did_you_mean
@@ -55,7 +55,7 @@ class Verdict:
         not_checked: what of the job was not compared with the cluster, such as `--signal=USR1@60`.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     partitions: tuple[str, ...] = ()
     nodes: int = 0
     idle_nodes: int | None = None
@@ -67,14 +67,14 @@ class _PartitionVerdict:
     """A partition's answer to a job, and its nodes that fit it."""
 
     partition: Partition
-    closed: list[Finding]
-    limits: list[Finding]
-    accounting: list[Finding]
-    others: list[Finding]
+    closed: list[CheckFinding]
+    limits: list[CheckFinding]
+    accounting: list[CheckFinding]
+    others: list[CheckFinding]
     nodes: list[Node]
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CheckFinding]:
         return [*self.closed, *self.limits, *self.accounting, *self.others]
 
     @property
@@ -125,7 +125,7 @@ def _not_checked(request: JobRequest) -> Iterator[str]:
         yield f"--constraint={constraint}"
 
 
-def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
+def _array(job: Job, cluster: Cluster) -> Iterator[CheckFinding]:
     if job.tasks is None:
         return
     size, last = cluster.limits.max_array_size, job.tasks.max_index
@@ -137,7 +137,9 @@ def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
         yield error("array.index", "array", last, message, size - 1)
 
 
-def _partitions(request: JobRequest, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
+def _partitions(
+    request: JobRequest, cluster: Cluster
+) -> tuple[list[Partition], list[CheckFinding]]:
     """Return the partitions that a job is considered in, and what is wrong with the choice."""
     names = [partition.name for partition in cluster.partitions]
     plugins = cluster.limits.submit_plugins
@@ -178,7 +180,7 @@ def _compare(placement: Placement, selection: AccountSelection) -> _PartitionVer
     )
 
 
-def _state_findings(placement: Placement) -> Iterator[Finding]:
+def _state_findings(placement: Placement) -> Iterator[CheckFinding]:
     """Yield a finding about the partition's state: `DOWN` takes jobs and starts none."""
     if placement.partition.state in _STATES:
         code, reason = _STATES[placement.partition.state]
@@ -186,7 +188,7 @@ def _state_findings(placement: Placement) -> Iterator[Finding]:
         yield placement.request.fault(code, "partition", message)
 
 
-def _closed_findings(placement: Placement) -> Iterator[Finding]:
+def _closed_findings(placement: Placement) -> Iterator[CheckFinding]:
     """Yield why the user may not even name the partition, be it one of several."""
     request, partition, cluster = placement.request, placement.partition, placement.cluster
     where, groups, root = f"partition {partition.name}", partition.allow_groups, "root"
@@ -202,7 +204,7 @@ def _closed_findings(placement: Placement) -> Iterator[Finding]:
         yield request.fault("partition.reservation-only", "partition", message, None, hint)
 
 
-def _access_findings(placement: Placement, selection: AccountSelection) -> Iterator[Finding]:
+def _access_findings(placement: Placement, selection: AccountSelection) -> Iterator[CheckFinding]:
     """Yield why the job's account or QOS may not use the partition."""
     partition, resources = placement.partition, placement.request.job.resources
     accounts = (selection.account, partition.allow_accounts, partition.deny_accounts)
@@ -219,7 +221,7 @@ def _access_findings(placement: Placement, selection: AccountSelection) -> Itera
             yield placement.request.fault(f"partition.{option}", option, message)
 
 
-def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[Finding]:
+def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[CheckFinding]:
     """Yield which limits of the partition the job is over; `flags` are those of its QOS."""
     request, partition = placement.request, placement.partition
     limits = placement.cluster.limits
@@ -270,12 +272,12 @@ def _combined(
     usable: Sequence[_PartitionVerdict],
     cluster: Cluster,
     selection: AccountSelection,
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Return what the partitions of a job say together: one that would run it is enough, mostly."""
     if not usable:
         return [finding for verdict in verdicts for finding in verdict.findings]
     enforced = cluster.limits.enforce_partition_limits
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
     for index, verdict in enumerate(verdicts):
         closed = verdict.closed
         if enforced == "NO" and index:
@@ -298,7 +300,7 @@ def _combined(
 
 def _nodes_down(
     request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Yield a warning where nodes are out of service, so that the job cannot start now."""
     for verdict in usable:
         up = {node.name for node in verdict.nodes if node.up}
@@ -320,7 +322,7 @@ def _nodes_down(
 
 def _staged_memory(
     request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Yield a warning where what is staged to RAM is more than the job gets by default."""
     if request.memory_mib is not None:
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few
@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault
 from hpml_orchestrator.staging.request import kind_at
-from hpml_orchestrator.staging.store import Store
+from hpml_orchestrator.staging.store import NodeStore
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.data import Stage
@@ -49,7 +49,7 @@ class _Walk:
 
 def check_stages(
     job: Job, *, seconds: float, clock: Callable[[], float] = time.monotonic
-) -> tuple[list[Finding], Sizes]:
+) -> tuple[list[CheckFinding], Sizes]:
     """Return findings about data that cannot be staged, and the size of the data.
 
     Args:
@@ -58,7 +58,7 @@ def check_stages(
         clock: seconds that never go back.
     """
     sizes = Sizes()
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
     ends = clock() + seconds
     for index, stage in enumerate(job.stage):
         place = f"stage.{index}"
@@ -75,7 +75,7 @@ def check_stages(
     return findings, sizes
 
 
-def check_targets(job: Job) -> Iterator[Finding]:
+def check_targets(job: Job) -> Iterator[CheckFinding]:
     """Yield which target directories cannot be used on this machine.
 
     Only for a job that runs here: the nodes' own directories are seen there alone.
@@ -84,7 +84,7 @@ def check_targets(job: Job) -> Iterator[Finding]:
         if not stage.target.startswith("/"):
             continue
         place = f"stage.{index}.target"
-        store = Store(stage.target)
+        store = NodeStore(stage.target)
         try:
             store.check_base()
         except HpmlError as fault:
@@ -95,7 +95,7 @@ def check_targets(job: Job) -> Iterator[Finding]:
             yield error("stage.target", place, inner, f"{inner} is not writable by you")
 
 
-def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
+def _options(job: Job, stage: Stage, place: str) -> Iterator[CheckFinding]:
     """Yield which options of an entry do not go together."""
     if stage.keep and stage.target == "shm":
         message = f"{stage.name} stays in the memory of the nodes after the job, until room is "
@@ -107,7 +107,7 @@ def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
         yield warning("stage.one_node", f"{place}.distribution", "chain", message)
 
 
-def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
+def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[CheckFinding]:
     """Yield an error if a source is not of its `kind`; set the walk's kind."""
     try:
         walk.kind = kind_at(stage.source, stage.kind)
@@ -118,7 +118,7 @@ def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
         yield error("stage.kind", place, stage.source, fault.message, None, fault.hint)
 
 
-def _no_source(stage: Stage, place: str, fault: OSError) -> Finding:
+def _no_source(stage: Stage, place: str, fault: OSError) -> CheckFinding:
     message = f"{stage.source} cannot be staged: {fault.strerror or fault}"
     if stage.size is not None:  # then it need not be here: it may be on the nodes alone
         return warning("stage.missing", place, stage.source, message)
@@ -171,7 +171,7 @@ def _look_at(path: str, walk: _Walk) -> None:
             walk.refused.append(f"{shown(inner)}: {fault}")
 
 
-def _walk_findings(walk: _Walk, place: str) -> Iterator[Finding]:
+def _walk_findings(walk: _Walk, place: str) -> Iterator[CheckFinding]:
     source = walk.stage.source
     if walk.unreadable:
         message = f"not readable by you: {first_few(walk.unreadable, _NAMED)}"

@@ -31,7 +31,7 @@ from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.spec.values import MIB, parse_size_mib
-from hpml_orchestrator.sweeps.scaling import Arguments, batch_argument
+from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,7 +142,7 @@ def advise(
 
 def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, Measured]:
     """Run a job's program at two batch sizes if it has a usual argument for the batch."""
-    arguments = batch_argument(Arguments(program.args))
+    arguments = batch_argument(ProgramArguments(program.args))
     environment = dict(os.environ)
     notice(f"running {program.name} for a few steps in a scratch directory")
     if arguments is None:
@@ -153,7 +153,7 @@ def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, 
         size = max(1, size // (job.resources.ranks * job.resources.nodes))
 
     def with_batch(words: Sequence[str], batch: int) -> list[str]:
-        changed = Arguments(words)
+        changed = ProgramArguments(words)
         changed.set(name, str(batch))
         return changed.words
 

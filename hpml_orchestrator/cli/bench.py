@@ -126,11 +126,11 @@ def _render(
     directory.mkdir(parents=True, exist_ok=True)
     program = job.place_program(directory)
 
-    def load(size: job.Size, args: list[str], more: list[tuple[str, Any]]) -> Any:
+    def load(size: job.BenchSize, args: list[str], more: list[tuple[str, Any]]) -> Any:
         fields = job.job_fields(size, wanted, program, args)
         return load_job(_SOURCE, [*more, *values], site, fields=fields)
 
-    first = load(job.Size(), [], []).job
+    first = load(job.BenchSize(), [], []).job
     cluster = None
     if backend == "slurm":
         cluster = read_cluster()
@@ -210,7 +210,7 @@ def _keep(measured: list[results.Measurement], directories: list[Path]) -> str:
 
 
 def _print(
-    measured: list[results.Measurement], verdict: judge.Verdict, lost: list[str], kept: str
+    measured: list[results.Measurement], verdict: judge.BenchVerdict, lost: list[str], kept: str
 ) -> None:
     for kind in dict.fromkeys(made.type for made in measured):
         same = [made for made in measured if made.type == kind]

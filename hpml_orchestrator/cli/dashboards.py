@@ -16,8 +16,8 @@ import typer
 from hpml_dashboards import JSON
 from hpml_dashboards.serve import (
     DEFAULT_URL,
-    Prometheus,
-    PrometheusError,
+    PrometheusServer,
+    PrometheusServerError,
     ViewerServer,
 )
 from hpml_exporters.web.address import split
@@ -192,7 +192,7 @@ def show(
     authorization = read_credentials(prometheus_auth)
     named = "" if prometheus == "none" else prometheus  # as $PROMETHEUS_URL may be for `hpml top`
     url = named or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
-    source = Prometheus(url, authorization)
+    source = PrometheusServer(url, authorization)
     try:
         if not source.has_metrics():
             typer.echo(
@@ -200,7 +200,7 @@ def show(
                 "hint: start `hpml export node` and add it to Prometheus, see docs/monitoring.md",
                 err=True,
             )
-    except PrometheusError as error:
+    except PrometheusServerError as error:
         raise HpmlError(
             str(error), hint="see that it runs, or name another: --prometheus URL"
         ) from None

@@ -29,7 +29,7 @@ from hpml_orchestrator.errors import HpmlError, InputError
 __all__ = ["COMMANDS", "app", "main"]
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command in the table: the module that has it, the name there, one line of help, a panel."""
 
     module: str
@@ -41,65 +41,81 @@ class Entry(NamedTuple):
 _JOBS, _RUNS, _DATA, _SITE, _MORE = "Jobs", "Runs", "Data", "Cluster and nodes", "Reference"
 
 COMMANDS = {
-    "run": Entry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
-    "submit": Entry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
-    "resubmit": Entry(
+    "run": CommandEntry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
+    "submit": CommandEntry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
+    "resubmit": CommandEntry(
         "resubmit", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
     ),
-    "render": Entry("jobfile", "render", "Print the batch script of a job.", _JOBS),
-    "check": Entry(
+    "render": CommandEntry("jobfile", "render", "Print the batch script of a job.", _JOBS),
+    "check": CommandEntry(
         "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
-    "advise": Entry(
+    "advise": CommandEntry(
         "advise", "advise", "Estimate whether a job fits into GPU and node memory.", _JOBS
     ),
-    "import": Entry(
+    "import": CommandEntry(
         "importing",
         "import_",
         "Convert an sbatch script to a job file; warnings go to stderr.",
         _JOBS,
     ),
-    "new": Entry(
+    "new": CommandEntry(
         "new", "new", "Start a training job from an example, or from your own script.", _JOBS
     ),
-    "sweep": Entry("sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS),
-    "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
-    "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
-    "top": Entry(
+    "sweep": CommandEntry(
+        "sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS
+    ),
+    "list": CommandEntry("runs", "list_", "List runs, newest first.", _RUNS),
+    "status": CommandEntry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
+    "top": CommandEntry(
         "top",
         "top",
         "Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.",
         _RUNS,
     ),
-    "usage": Entry("usage", "usage", "Show GPU-hours, waste and energy of jobs over weeks.", _RUNS),
-    "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
-    "report": Entry(
+    "usage": CommandEntry(
+        "usage", "usage", "Show GPU-hours, waste and energy of jobs over weeks.", _RUNS
+    ),
+    "show": CommandEntry(
+        "show", "show", "Show a run's phases, staging, results and binding.", _RUNS
+    ),
+    "report": CommandEntry(
         "report", "report", "Report why a run is slow, and what to change in its job file.", _RUNS
     ),
-    "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
-    "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
-    "attach": Entry(
+    "logs": CommandEntry("follow", "logs", "Print the output of a run.", _RUNS),
+    "wait": CommandEntry("follow", "wait", "Wait until a run has ended.", _RUNS),
+    "attach": CommandEntry(
         "attach", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
     ),
-    "requeue": Entry("requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS),
-    "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
-    "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
-    "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),
-    "pack": Entry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
-    "init": Entry("site", "init", "Query the cluster and write a site profile.", _SITE),
-    "doctor": Entry("site", "doctor", "Check the installation, Slurm and this machine.", _SITE),
-    "template": Entry("site", "group", "List script templates or write your own.", _SITE),
-    "bench": Entry("bench", "bench", "Measure nodes and name those that are slow.", _SITE),
-    "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
-    "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
-    "targets": Entry("export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE),
-    "dashboards": Entry(
+    "requeue": CommandEntry(
+        "requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
+    ),
+    "cancel": CommandEntry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
+    "prune": CommandEntry("runs", "prune", "Remove old runs and their files.", _RUNS),
+    "stage": CommandEntry(
+        "stage", "group", "Copy data to this node's memory or local disk.", _DATA
+    ),
+    "pack": CommandEntry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
+    "init": CommandEntry("site", "init", "Query the cluster and write a site profile.", _SITE),
+    "doctor": CommandEntry(
+        "site", "doctor", "Check the installation, Slurm and this machine.", _SITE
+    ),
+    "template": CommandEntry("site", "group", "List script templates or write your own.", _SITE),
+    "bench": CommandEntry("bench", "bench", "Measure nodes and name those that are slow.", _SITE),
+    "topo": CommandEntry(
+        "topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE
+    ),
+    "export": CommandEntry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
+    "targets": CommandEntry(
+        "export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
+    ),
+    "dashboards": CommandEntry(
         "dashboards", "group", "Show Grafana dashboards in a browser, or push them.", _SITE
     ),
-    "schema": Entry(
+    "schema": CommandEntry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),
-    "man": Entry("man", "man", "Show the manual page of a command.", _MORE),
+    "man": CommandEntry("man", "man", "Show the manual page of a command.", _MORE),
 }
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

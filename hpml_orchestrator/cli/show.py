@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpml_orchestrator.runs.life import Life
-    from hpml_orchestrator.runs.reporting.binding import BindingReport, Place
+    from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
     from hpml_orchestrator.runs.status import State
 
 __all__ = ["COLUMNS", "print_ranks", "print_summary", "show"]
@@ -191,7 +191,7 @@ def print_places(bound: BindingReport, *, everything: bool) -> None:
         counts = [(left.count(True), "bound as planned"), (left.count(None), "not checked")]
         text = " and ".join(f"{counted(n, 'rank')} {status}" for n, status in counts if n)
         typer.echo(f"not shown: {text}; `--ranks` shows all {len(places)}")
-    wrong: dict[str, list[Place]] = {}
+    wrong: dict[str, list[RankLocation]] = {}
     for place in places:
         for sentence in dict.fromkeys(place.wrong):
             wrong.setdefault(sentence, []).append(place)
@@ -205,7 +205,7 @@ def print_places(bound: BindingReport, *, everything: bool) -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
-def print_ranks(places: Iterable[Place]) -> None:
+def print_ranks(places: Iterable[RankLocation]) -> None:
     """Print the table of ranks alone."""
     rows = [
         (
@@ -226,7 +226,7 @@ def print_ranks(places: Iterable[Place]) -> None:
     print_table(COLUMNS, cells, optional=_OPTIONAL)
 
 
-def _where(places: list[Place]) -> str:
+def _where(places: list[RankLocation]) -> str:
     """Return ranks and their nodes, such as `rank 3 (n1)` or `ranks 0-7 (2 nodes)`."""
     nodes = list(dict.fromkeys(place.node for place in places))
     at = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.cli.process import Stop
     from hpml_orchestrator.staging import Bases, StageRequest
-    from hpml_orchestrator.staging.auto import Outcome
+    from hpml_orchestrator.staging.auto import StageOutcome
 
 __all__ = ["group"]
 
@@ -234,7 +234,7 @@ def stage(
 
 def _stage(requests: list[StageRequest], bases: Bases, options: CopyOptions, form: str) -> None:
     """Stage one source after the other; print each as soon as it is there, JSON at the end."""
-    outcomes: list[Outcome] = []
+    outcomes: list[StageOutcome] = []
     names = [request.name for request in requests]
 
     def left() -> str:
@@ -263,7 +263,7 @@ def _outcomes(
     stop: Stop,
     *,
     quiet: bool,
-) -> Iterator[Outcome]:
+) -> Iterator[StageOutcome]:
     caller = calling_process()
     for request in requests:
         with Meter("staged", lines=not quiet) as meter:
@@ -304,7 +304,7 @@ def _check_source(path: str) -> None:
         raise NotFoundError(f"no such file or directory: {brief(path)}", hint=hint) from error
 
 
-def _print(outcome: Outcome) -> None:
+def _print(outcome: StageOutcome) -> None:
     result, choice = outcome.result, outcome.choice
     size = f"{counted(result.files, 'file')}, {exact_bytes(result.bytes)}"
     if choice is not None and choice.target == IN_PLACE:
@@ -325,7 +325,7 @@ def _print(outcome: Outcome) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _notes(outcome: Outcome) -> Iterator[str]:
+def _notes(outcome: StageOutcome) -> Iterator[str]:
     result = outcome.result
     if result.private and outcome.request.keep:
         yield f"{result.name}: later jobs will not find it: {result.private}"
@@ -338,7 +338,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
         yield f"{shown(source)} was removed from the cache to make room"
 
 
-def _json(outcome: Outcome) -> dict[str, object]:
+def _json(outcome: StageOutcome) -> dict[str, object]:
     choice = outcome.choice
     fields = asdict(outcome.result)
     fields.update(

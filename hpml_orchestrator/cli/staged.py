@@ -32,8 +32,8 @@ from hpml_orchestrator.staging.store import base_above
 
 if TYPE_CHECKING:
     from hpml_orchestrator.site.profile import NodePaths
-    from hpml_orchestrator.staging.inventory import Cleaned, Staged
-    from hpml_orchestrator.staging.manifest import Report
+    from hpml_orchestrator.staging.inventory import Cleaned, StoredData
+    from hpml_orchestrator.staging.manifest import VerifyReport
 
 __all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
 
@@ -85,7 +85,7 @@ def verify(
 
     The exit status is 8 if anything differs; the files that differ are listed.
     """
-    reports: list[Report] = []
+    reports: list[VerifyReport] = []
     with stoppable(lambda: "not everything was compared") as stop:
         for path in paths:
             try:
@@ -187,7 +187,7 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def _leave(bases: list[str]) -> list[Staged]:
+def _leave(bases: list[str]) -> list[StoredData]:
     """Remove what the calling shell staged; data in the cache only loses this user.
 
     The last command of `bash -c` replaces the shell: then this process is the one that staged.
@@ -200,7 +200,7 @@ def _leave(bases: list[str]) -> list[Staged]:
     return own
 
 
-def _row(data: Staged) -> tuple[str, ...]:
+def _row(data: StoredData) -> tuple[str, ...]:
     used = datetime.fromtimestamp(data.last_used).astimezone()
     return (
         data.name,
@@ -215,7 +215,7 @@ def _row(data: Staged) -> tuple[str, ...]:
     )
 
 
-def _print_intact(report: Report) -> None:
+def _print_intact(report: VerifyReport) -> None:
     files = counted(report.files, "file")
     if not report.hashed:
         typer.echo(f"{shown(report.path)}: names and sizes of {files} match; no digests to compare")
@@ -227,14 +227,14 @@ def _print_intact(report: Report) -> None:
     )
 
 
-def _damage(report: Report) -> list[str]:
+def _damage(report: VerifyReport) -> list[str]:
     lines = [f"{shown(report.path)} differs from its source in {counted(report.count, 'path')}"]
     lines += [f"{shown(path)}: {reason}" for path, reason in report.problems]
     more = report.count - len(report.problems)
     return [*lines, f"and {more} more"] if more else lines
 
 
-def _report_json(report: Report) -> dict[str, object]:
+def _report_json(report: VerifyReport) -> dict[str, object]:
     problems = [{"path": path, "reason": reason} for path, reason in report.problems]
     return {**asdict(report), "problems": problems}
 

@@ -43,7 +43,7 @@ from hpml_orchestrator.sweeps.table import SUCCESS_STATES, Table
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
-    from hpml_orchestrator.sweeps.table import Progress
+    from hpml_orchestrator.sweeps.table import SweepProgress
 
 __all__ = ["drive_sweep", "group"]
 
@@ -390,7 +390,7 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
         raise JobFailedError(f"{number} of {progress.total} did not complete", hint=shows)
 
 
-def _follow(store: Store, planned: SweepPlan) -> Progress:
+def _follow(store: Store, planned: SweepPlan) -> SweepProgress:
     """Tick until the sweep has ended; a bar on a terminal, a line a minute elsewhere."""
     bar, shown, due = None, "", 0.0
     if sys.stderr.isatty():
@@ -400,7 +400,7 @@ def _follow(store: Store, planned: SweepPlan) -> Progress:
     carried = _load("sweeps.controller").Controller(store, planned)
     try:
         while True:
-            progress: Progress = carried.tick()
+            progress: SweepProgress = carried.tick()
             line = progress_line(progress)
             if bar is not None:
                 bar(progress.done, progress.total, line)

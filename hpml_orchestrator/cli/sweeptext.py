@@ -16,8 +16,8 @@ from hpml_orchestrator.records.texts import first_few, seconds_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plan import SweepPlan
-    from hpml_orchestrator.sweeps.rows import Row
-    from hpml_orchestrator.sweeps.table import Progress
+    from hpml_orchestrator.sweeps.rows import PointRow
+    from hpml_orchestrator.sweeps.table import SweepProgress
 
 __all__ = ["print_plan", "print_status", "print_summary", "print_sweeps", "progress_line"]
 
@@ -25,7 +25,7 @@ _SHOWN_POINTS = 12
 _SHOWN_COMBINATIONS = 24
 
 
-def progress_line(progress: Progress) -> str:
+def progress_line(progress: SweepProgress) -> str:
     """Return the progress of a sweep, in one line."""
     parts = [f"{progress.done} of {progress.total} done", *_states(progress.counts)]
     if progress.gpu_hours:
@@ -92,7 +92,7 @@ def _values(values: Mapping[str, object]) -> str:
     return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
-def print_sweeps(entries: Sequence[tuple[SweepPlan, Progress]]) -> None:
+def print_sweeps(entries: Sequence[tuple[SweepPlan, SweepProgress]]) -> None:
     """Print a table of sweeps with their progress."""
     rows = [
         (
@@ -106,11 +106,11 @@ def print_sweeps(entries: Sequence[tuple[SweepPlan, Progress]]) -> None:
     print_table(("SWEEP", "MODE", "DONE", "STATE"), rows)
 
 
-def print_status(planned: SweepPlan, progress: Progress, rows: Sequence[Row]) -> None:
+def print_status(planned: SweepPlan, progress: SweepProgress, rows: Sequence[PointRow]) -> None:
     """Print a line about the sweep and a table of its combinations."""
     typer.echo(f"{planned.id}: {progress_line(progress)}")
     points = {point.number: point for point in planned.points}
-    groups: dict[tuple[int, str], list[Row]] = {}
+    groups: dict[tuple[int, str], list[PointRow]] = {}
     for row in {row.point: row for row in rows}.values():  # the last start of each point
         point = points.get(row.point)
         label = (row.point, f"trial {row.point}")
@@ -125,7 +125,7 @@ def print_status(planned: SweepPlan, progress: Progress, rows: Sequence[Row]) ->
     print_table(header, [(label[1], *_cells(groups[label])) for label in shown])
 
 
-def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(rows: Sequence[PointRow]) -> tuple[str, ...]:
     """Return how many of some points are done, the states of the others, and their medians."""
     completed = [row for row in rows if row.state == "COMPLETED"]
 

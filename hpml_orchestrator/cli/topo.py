@@ -155,7 +155,7 @@ def topo(
         shown = (file is None and site_node) or read_node(file)
     else:
         shown = read_node(file)
-        request = Request(ranks or 0, policy or "gpu-local")
+        request = PlanRequest(ranks or 0, policy or "gpu-local")
     if job_file or ranks:
         show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
     else:
@@ -176,7 +176,7 @@ def _check(given: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What to plan on a node.
 
     Attributes:
@@ -200,7 +200,7 @@ class Request:
 
 def request_of_job(
     context: typer.Context, job_file: str, settings: Sequence[str]
-) -> tuple[Request, ShownNode | None]:
+) -> tuple[PlanRequest, ShownNode | None]:
     """Return what a job requests of each of its nodes, and such a node if the site profile has it.
 
     Raises:
@@ -211,7 +211,7 @@ def request_of_job(
     job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
     site = resolved.site if resolved else None
     whole = whole_nodes(effective_job(job, site.directives) if site else job, site)
-    request = Request(
+    request = PlanRequest(
         job.resources.ranks,
         job.binding.policy,
         job.resources.ranks_per_gpu,
@@ -249,7 +249,7 @@ def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
 
 
 def show_plan(
-    node: ShownNode, request: Request, allowed_cpus: str, *, svg: str | None, as_json: bool
+    node: ShownNode, request: PlanRequest, allowed_cpus: str, *, svg: str | None, as_json: bool
 ) -> None:
     """Print which GPU, cores and network card each rank of a node would get, and draw it.
 
@@ -318,7 +318,7 @@ def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
     return allowed
 
 
-def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
+def _away_from_other_gpus(topology: Topology, request: PlanRequest) -> tuple[int, ...]:
     """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
 
     Empty if that leaves out nothing, or leaves fewer CPUs than the job requests.
@@ -335,7 +335,7 @@ def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ..
     return tuple(left) if request.cpus <= len(left) else ()
 
 
-def _note(topology: Topology, request: Request, cpus: str) -> str:
+def _note(topology: Topology, request: PlanRequest, cpus: str) -> str:
     """Return which part of the node a job requests, if it is not the whole node.
 
     Args:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cli.topopicture import RankBox
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.store import Attempt, Store
-    from hpml_orchestrator.runs.reporting.binding import BindingReport, Place
+    from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
@@ -300,7 +300,7 @@ def _missing(bound: BindingReport, node: str, plan: Plan | None, shown: int) -> 
         yield f"only {shown} of the {count} ranks of {node} left a record"
 
 
-def _rank_json(topology: Topology, place: Place) -> dict[str, object]:
+def _rank_json(topology: Topology, place: RankLocation) -> dict[str, object]:
     cpus = set(parse_list(place.cpus))
     cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
     return {**asdict(place), "cores": cores, "nic": place.nic or None}

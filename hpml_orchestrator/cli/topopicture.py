@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from hpml_orchestrator.placement.model import Plan, RankPlan
-    from hpml_orchestrator.runs.reporting.binding import Place
+    from hpml_orchestrator.runs.reporting.binding import RankLocation
     from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 __all__ = ["RankBox", "boxes_of_places", "boxes_of_plan", "names", "nearest_nics", "picture"]
@@ -109,7 +109,7 @@ def boxes_of_plan(plan: Plan) -> list[RankBox]:
     ]
 
 
-def boxes_of_places(places: Sequence[Place]) -> list[RankBox]:
+def boxes_of_places(places: Sequence[RankLocation]) -> list[RankBox]:
     """Return ranks as they ran; CPUs that all of them share belong to none."""
     shared = len(places) > 1 and len({place.cpus for place in places}) == 1
     return [
@@ -119,7 +119,7 @@ def boxes_of_places(places: Sequence[Place]) -> list[RankBox]:
 
 
 def _rank_box(
-    rank: RankPlan | Place, number: int, *, cpus: str, own: bool, wrong: Sequence[str] = ()
+    rank: RankPlan | RankLocation, number: int, *, cpus: str, own: bool, wrong: Sequence[str] = ()
 ) -> RankBox:
     cores = len(rank.cores) if isinstance(rank.cores, tuple) else rank.cores
     parts = [

@@ -29,8 +29,8 @@ from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.reporting.usage import (
     GROUPS,
+    GpuHoursUsage,
     Selection,
-    Usage,
     recorded_usage,
     stored_usage,
 )
@@ -158,7 +158,9 @@ def _refuse_combinations(
         refuse_with("--mail", printed)
 
 
-def _print(rows: Sequence[Usage], total: Usage, selection: Selection, *, as_json: bool) -> None:
+def _print(
+    rows: Sequence[GpuHoursUsage], total: GpuHoursUsage, selection: Selection, *, as_json: bool
+) -> None:
     """Print a line about all jobs, and the rows."""
     if as_json:
         print_json(
@@ -177,7 +179,7 @@ def _print(rows: Sequence[Usage], total: Usage, selection: Selection, *, as_json
         print_table(header, cells, optional=("ACCOUNT", "KWH"))
 
 
-def _to_json(row: Usage) -> dict[str, object]:
+def _to_json(row: GpuHoursUsage) -> dict[str, object]:
     return {
         **row.labels,
         **{name: value for name, value in asdict(row).items() if name != "labels"},
@@ -197,7 +199,7 @@ def _hours(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"  # noqa: PLR2004 - digits that matter
 
 
-def _summary(total: Usage, since: float) -> str:
+def _summary(total: GpuHoursUsage, since: float) -> str:
     hours = (
         "1 GPU-hour" if _hours(total.gpu_hours) == "1" else f"{_hours(total.gpu_hours)} GPU-hours"
     )
@@ -210,7 +212,7 @@ def _summary(total: Usage, since: float) -> str:
     return "; ".join(parts)
 
 
-def _table(rows: Sequence[Usage], by: str) -> tuple[list[str], list[list[str]]]:
+def _table(rows: Sequence[GpuHoursUsage], by: str) -> tuple[list[str], list[list[str]]]:
     """Return header and cells; users, accounts and clusters that all rows share are left out."""
     shown = ["jobid", "name", "user", "account", "cluster"] if by == "job" else list(GROUPS[by])
     if by == "job":
@@ -262,7 +264,7 @@ def _write_letters(server: Prometheus, selection: Selection, directory: Path) ->
     typer.echo(f"{counted(written, 'letter')} in {directory} to users with at least {least}")
 
 
-def letter(user: Usage, jobs: Sequence[Usage], selection: Selection) -> str:
+def letter(user: GpuHoursUsage, jobs: Sequence[GpuHoursUsage], selection: Selection) -> str:
     """Return the text to a user about GPU-hours that were not used; the first line is a subject."""
     since, until = _day(selection.since), _day(selection.until)
     header, cells = _table(jobs, "job")

@@ -12,7 +12,7 @@ from hpml_orchestrator.spec.text import NODE_DIRECTORIES, PER_RANK, PLACEHOLDER
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.body import Body
 
-__all__ = ["SIZES", "Arguments", "shell_word"]
+__all__ = ["SIZES", "Placeholders", "shell_word"]
 
 SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
 """Variables of Slurm that may have other values in hpml's job than in the script's."""
@@ -53,7 +53,7 @@ _REFUSED = (  # expansions that a placeholder cannot replace
 )
 
 
-class Arguments:
+class Placeholders:
     """Replaces expansions in words by placeholders.
 
     Args:

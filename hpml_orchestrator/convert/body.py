@@ -12,7 +12,7 @@ from hpml_orchestrator.convert.copies import LOCAL, Copies, lost_results
 from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
 from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
 from hpml_orchestrator.convert.resources import check_devices
-from hpml_orchestrator.convert.shell import Command, Part, Statement, Word, parse_script
+from hpml_orchestrator.convert.shell import Command, Part, ShellWord, Statement, parse_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
 
@@ -371,7 +371,7 @@ def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
             launch.report.add(kind, after.line, text, _NO_EPILOGUE)
 
 
-def _whole(word: Word) -> Word:
+def _whole(word: ShellWord) -> ShellWord:
     """Return `out/*` as `out/.`: copies of both contain all of `out`."""
     last = word.parts[-1]
     if last.is_expansion or last.quoted or not last.text.endswith("/*"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert.values import Values
 
-__all__ = ["LOCAL", "Copies", "Staged", "lost_results"]
+__all__ = ["LOCAL", "CopiedEntry", "Copies", "lost_results"]
 
 LOCAL = re.compile(
     r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
@@ -46,7 +46,7 @@ _OUTPUT = re.compile(  # options and variables whose values a program usually wr
 
 
 @dataclass
-class Staged:
+class CopiedEntry:
     """One entry of `stage`.
 
     Attributes:
@@ -91,7 +91,7 @@ class Copies:
 
     def __init__(self, values: Values) -> None:
         self.values = values
-        self.staged: list[Staged] = []
+        self.staged: list[CopiedEntry] = []
         self.results: list[_Result] = []
         self.directory = ""
         self.moved: list[str] = []
@@ -167,7 +167,7 @@ class Copies:
         name = name if name[0].isalpha() else f"d_{name}"
         taken = {entry.name for entry in self.staged}
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
-        self.staged.append(Staged(unique, source, kind, place, file))
+        self.staged.append(CopiedEntry(unique, source, kind, place, file))
         if not file:
             self._copied.add(place)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
+from hpml_orchestrator.convert.arguments import SIZES, Placeholders, shell_word
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, read_body
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_header
@@ -122,7 +122,7 @@ class _Import:
         add_srun_options(self.header, self.launch, self.report)
         given = allocation(self.header, self.report)
         self.size = job_size(self.header, given, self.launch, self.report)
-        self.arguments = Arguments(text, self.body, is_array="array" in self.header.options)
+        self.arguments = Placeholders(text, self.body, is_array="array" in self.header.options)
         self._divide_lines()
         places = [line.value for line in self.body.lines if line.kind == "cd"]
         self.workdir = places[-1] if places else start

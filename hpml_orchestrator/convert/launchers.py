@@ -18,7 +18,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     SRUN,
     HeaderError,
     Option,
-    Word,
+    OptionWord,
     read_options,
 )
 
@@ -307,7 +307,7 @@ _SRUN_BINDING = frozenset(
 def _read_srun(launch: Launch) -> None:
     """Remove srun and its options from the words."""
     try:
-        words = [Word(word, launch.line) for word in launch.words[1:]]
+        words = [OptionWord(word, launch.line) for word in launch.words[1:]]
         options, rest = read_options(words, SRUN, stop=True)
     except HeaderError as error:
         raise InputError(f"line {launch.line}: srun {error}", hint=error.hint) from None

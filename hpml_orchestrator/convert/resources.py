@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allocation",
-    "Size",
+    "ScriptSize",
     "add_srun_options",
     "allocation",
     "check_devices",
@@ -158,7 +158,7 @@ def add_srun_options(header: Header, launch: Launch, report: ImportReport) -> No
 
 
 @dataclass(frozen=True)
-class Size:
+class ScriptSize:
     """What the job file asks for; `ranks`, `gpus` and `memory_mb` are per node."""
 
     nodes: int
@@ -168,7 +168,7 @@ class Size:
     memory_mb: int | None
 
 
-def job_size(header: Header, given: Allocation, launch: Launch, report: ImportReport) -> Size:
+def job_size(header: Header, given: Allocation, launch: Launch, report: ImportReport) -> ScriptSize:
     """Return what a job file must ask for so that the program gets what it gets now.
 
     Raises:
@@ -205,7 +205,7 @@ def job_size(header: Header, given: Allocation, launch: Launch, report: ImportRe
     hides = header.option(*HIDES_GPUS)
     if hides and given.gpus.count > 1 and launch.launcher != "torchrun":
         report.changed(hides.line, hides.shown, *ALL_GPUS)
-    return Size(nodes, ranks, cpus, given.gpus, _memory(header, given, report))
+    return ScriptSize(nodes, ranks, cpus, given.gpus, _memory(header, given, report))
 
 
 def _started_nodes(given: Allocation, launch: Launch) -> int:

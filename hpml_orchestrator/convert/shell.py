@@ -22,7 +22,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Assignment", "Command", "Part", "Statement", "Word", "parse_script"]
+__all__ = ["Assignment", "Command", "Part", "ShellWord", "Statement", "parse_script"]
 
 _BLOCKS = {
     **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), "a loop"),
@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """A word of a command; `source` is as written."""
 
     source: str
@@ -74,8 +74,8 @@ class Assignment:
 
     name: str
     appends: bool
-    value: Word
-    items: tuple[Word, ...] | None
+    value: ShellWord
+    items: tuple[ShellWord, ...] | None
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Command:
     operator: str
     line: int
     source: str
-    words: tuple[Word, ...] = ()
+    words: tuple[ShellWord, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     redirects: list[str] = field(default_factory=list)
 
@@ -283,12 +283,12 @@ def _assignment(node: Node) -> Assignment:
         inner = [n for n in value[0].children if n.is_named and n.type != "comment"]
         _check_gaps(inner, node.start_point.row + 1, _ARRAY_BLANKS)
         items = tuple(map(_word, inner))
-    word = _word(value[0]) if value else Word("", ())
+    word = _word(value[0]) if value else ShellWord("", ())
     return Assignment(_text(name), sign.type == "+=", word, items)
 
 
-def _word(node: Node) -> Word:
-    return Word(_text(node), tuple(_parts(node)))
+def _word(node: Node) -> ShellWord:
+    return ShellWord(_text(node), tuple(_parts(node)))
 
 
 def _parts(node: Node) -> Iterator[Part]:

@@ -18,7 +18,7 @@ from hpml_orchestrator.spec.text import NODE_DIRECTORIES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hpml_orchestrator.convert.shell import Assignment, Word
+    from hpml_orchestrator.convert.shell import Assignment, ShellWord
 
 __all__ = ["HOLE", "Values", "has_hole", "hole_names", "shown"]
 
@@ -114,11 +114,11 @@ class Values:
             names |= self.variables.keys()
         self.variables |= dict.fromkeys(names)
 
-    def words(self, words: Iterable[Word]) -> list[str]:
+    def words(self, words: Iterable[ShellWord]) -> list[str]:
         """Return the fields that the shell would make of several words."""
         return [value for word in words for value in self._fields(word)]
 
-    def _fields(self, word: Word) -> list[str]:
+    def _fields(self, word: ShellWord) -> list[str]:
         """Split unquoted variables at blanks; a word that may be a file pattern is one hole."""
         parts = self._parts(word)
         plain = "".join("x" if part.quoted or part.is_expansion else part.text for part in parts)
@@ -142,7 +142,7 @@ class Values:
                 current = (current or "") + item
         return fields if current is None else [*fields, current]
 
-    def text(self, word: Word) -> str:
+    def text(self, word: ShellWord) -> str:
         """Return a word as one value, as in an assignment: nothing is split."""
         parts = self._parts(word)
         if any(":~" in part.text and not part.quoted for part in parts):
@@ -163,7 +163,7 @@ class Values:
 
         return HOLE.sub(given, value)
 
-    def _parts(self, word: Word) -> tuple[Part, ...]:
+    def _parts(self, word: ShellWord) -> tuple[Part, ...]:
         """Return the parts of a word with the home directory in place of `~`."""
         home = self.environment.get("HOME", "")
         if not (home and re.match(r"~(/|$)", word.source)):

@@ -14,7 +14,7 @@ from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import printable
 
-__all__ = ["NOISE", "NOISE_SECONDS", "Comparison", "Row", "compare", "text", "to_json"]
+__all__ = ["NOISE", "NOISE_SECONDS", "ComparisonRow", "RunComparison", "compare", "text", "to_json"]
 
 NOISE = 0.05
 """Smaller differences between one run each may be noise: the same limit as for sibling nodes."""
@@ -42,7 +42,7 @@ _SILENT = frozenset(("cpu-bound", "faulty-gpu", "memory-over-asked", "time-over-
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One figure or setting of both runs, as text.
 
     Attributes:
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """A comparison of two runs.
 
     Attributes:
@@ -87,7 +87,7 @@ class Comparison:
     headline: str
     doubts: tuple[str, ...]
     differences: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
     both: tuple[str, ...]
@@ -107,7 +107,7 @@ def compare(
     second: Diagnosis,
     *,
     written: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
-) -> Comparison:
+) -> RunComparison:
     """Compare two runs.
 
     Args:
@@ -137,7 +137,7 @@ def compare(
     headline = f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(other, rows)
     if differences and not doubts:
         headline += f"; {'; '.join(differences)}: only rates are compared"
-    return Comparison(
+    return RunComparison(
         first,
         second,
         headline,
@@ -191,7 +191,7 @@ def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
     return "" if kind in _SILENT else "it has no figures for it, or another finding explains them"
 
 
-def _headline(second: Facts, rows: Sequence[Row]) -> str:
+def _headline(second: Facts, rows: Sequence[ComparisonRow]) -> str:
     """Return which run is faster, by the samples per second if both count them."""
     changes = {row.name: row for row in rows if row.change is not None}
     row = changes.get(_RATE) or changes.get("run time")
@@ -212,17 +212,17 @@ def _headline(second: Facts, rows: Sequence[Row]) -> str:
 
 def _settings(
     first: Facts, second: Facts, written: tuple[Mapping[str, object], Mapping[str, object]]
-) -> Iterator[Row]:
+) -> Iterator[ComparisonRow]:
     """Yield what differs of the code, the points of a sweep and the job files.
 
     A field that only one job has, as those of an entry of `stage`, differs if it was written.
     """
     if first.code != second.code:
-        yield Row("code", "commit", value_text(first.code), value_text(second.code))
+        yield ComparisonRow("code", "commit", value_text(first.code), value_text(second.code))
     for name in {**first.values, **second.values}:
         before, after = first.values.get(name), second.values.get(name)
         if before != after:
-            yield Row(
+            yield ComparisonRow(
                 "point of the sweep", str(name).lstrip("-"), value_text(before), value_text(after)
             )
     one, other = dict(_flat(first.job)), dict(_flat(second.job))
@@ -233,7 +233,7 @@ def _settings(
             continue
         if isinstance(before, list) and isinstance(after, list):
             before, after = only_words(before, after), only_words(after, before)
-        yield Row("job file", name, value_text(before), value_text(after))
+        yield ComparisonRow("job file", name, value_text(before), value_text(after))
 
 
 def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -249,7 +249,7 @@ def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield name, value
 
 
-def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterator[Row]:
+def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterator[ComparisonRow]:
     """Yield the figures of both runs: time, steps, throughput, cost and quality.
 
     Args:
@@ -276,7 +276,7 @@ def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterato
             if group == QUALITY or not (same is None or group in same or name in same):
                 change = None
             short = group in _SECONDS and abs((before or 0.0) - (after or 0.0)) < NOISE_SECONDS
-            yield Row(
+            yield ComparisonRow(
                 group,
                 name,
                 "-" if before is None else word(before),
@@ -317,7 +317,7 @@ def _throughput(facts: Facts) -> dict[str, float]:
 # --- words
 
 
-def text(comparison: Comparison) -> str:
+def text(comparison: RunComparison) -> str:
     """Return the comparison for a terminal."""
     lines = [
         f"{'first':<10}{status_line(comparison.first)}",
@@ -346,7 +346,7 @@ def text(comparison: Comparison) -> str:
     return "\n".join(printable(line) for line in lines)
 
 
-def _row(row: Row) -> Iterable[str]:
+def _row(row: ComparisonRow) -> Iterable[str]:
     """Yield the lines of a row; long values get separate lines."""
     if max(len(row.first), len(row.second)) >= _VALUE or len(row.name) >= _NAME:
         yield f"  {row.name}"
@@ -356,7 +356,7 @@ def _row(row: Row) -> Iterable[str]:
     yield f"  {row.name:<{_NAME}}{row.first:<{_VALUE}}{row.second:<14}{row.change_text}".rstrip()
 
 
-def to_json(comparison: Comparison) -> dict[str, object]:
+def to_json(comparison: RunComparison) -> dict[str, object]:
     """Return the comparison for programs."""
     return {
         "runs": [comparison.first.facts.run, comparison.second.facts.run],

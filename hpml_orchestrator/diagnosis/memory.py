@@ -20,8 +20,8 @@ __all__ = [
     "DeviceNeed",
     "HostNeed",
     "Linear",
+    "TrainingOption",
     "Transformer",
-    "Way",
     "device_bytes_of",
     "first_fit",
     "largest_batch",
@@ -202,7 +202,7 @@ class DeviceNeed:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingOption:
     """One way to train, and what it needs on each device."""
 
     name: str
@@ -210,7 +210,9 @@ class Way:
     what: str  # what to do, as a sentence without its full stop
 
 
-def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int) -> list[Way]:
+def ways(
+    need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
+) -> list[TrainingOption]:
     """Return the ways to train, from the simplest to the one that changes the program most.
 
     Checkpointing keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use
@@ -224,18 +226,20 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
     kept = whole * min(1.0, 2 / math.sqrt(max(1, need.layers)))
     gathered = need.weights / max(1, need.layers)  # FSDP has one layer's weights whole at a time
     inside, nodes = min(gpus, gpus_per_node), -(-gpus // max(1, gpus_per_node))
-    found = [Way("one device", states + whole + other, "nothing has to change")]
+    found = [TrainingOption("one device", states + whole + other, "nothing has to change")]
     if gpus > 1:
         found = [
-            Way("DDP", states + need.buckets + whole + other, "one whole model on each device")
+            TrainingOption(
+                "DDP", states + need.buckets + whole + other, "one whole model on each device"
+            )
         ]
     buckets = need.buckets if gpus > 1 else 0.0
     if batch is not None and batch > 1 and need.activations.per_sample is not None:
         tiny = states + buckets + need.activations.at(1) + need.other.at(1)
         what = "divide each batch into micro-batches, step the optimizer after the last"
-        found.append(Way("gradient accumulation (micro-batch 1)", tiny, what))
+        found.append(TrainingOption("gradient accumulation (micro-batch 1)", tiny, what))
     found.append(
-        Way(
+        TrainingOption(
             "activation checkpointing",
             states + buckets + kept + other,
             "torch.utils.checkpoint around each layer; costs about a third more compute",
@@ -244,13 +248,15 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
     if gpus > 1:
         shard = (need.gradients + need.optimizer) / gpus
         found += [
-            Way(
+            TrainingOption(
                 "ZeRO-1",
                 need.weights + need.gradients + need.optimizer / gpus + kept + other,
                 "shard the optimizer states (ZeroRedundancyOptimizer, DeepSpeed stage 1)",
             ),
-            Way("ZeRO-2", need.weights + shard + kept + other, "shard the gradients too"),
-            Way(
+            TrainingOption(
+                "ZeRO-2", need.weights + shard + kept + other, "shard the gradients too"
+            ),
+            TrainingOption(
                 "FSDP (ZeRO-3)",
                 states / gpus + gathered + kept + other,
                 "shard the weights too: torch.distributed.fsdp.fully_shard",
@@ -258,7 +264,7 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
         ]
     if inside > 1:
         found.append(
-            Way(
+            TrainingOption(
                 "FSDP, tensor parallel inside the node",
                 states / gpus + (gathered + kept + other) / inside,
                 f"divide each layer over the {inside} GPUs of a node",
@@ -266,7 +272,7 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
         )
     if nodes > 1:
         found.append(
-            Way(
+            TrainingOption(
                 "tensor parallel inside the node, pipeline between nodes",
                 (states + kept + other) / gpus,
                 f"give each of the {nodes} nodes a part of the layers",
@@ -275,7 +281,7 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
     return found
 
 
-def first_fit(options: Sequence[Way], room: float | None) -> Way | None:
+def first_fit(options: Sequence[TrainingOption], room: float | None) -> TrainingOption | None:
     """Return the simplest way that needs no more than the room; None if none does, or unknown."""
     return None if room is None else next((way for way in options if way.need <= room), None)
 

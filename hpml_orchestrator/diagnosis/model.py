@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.diagnosis.profile import Profile
+    from hpml_orchestrator.diagnosis.profile import TraceProfile
     from hpml_orchestrator.records.schema import JobFields
 
 __all__ = [
@@ -163,7 +163,7 @@ class Facts:
     node_memory_bytes: float | None = None  # the same of memory
     memory_bytes: float | None = None  # that the job asked for per node, without staged data
     data: DataArgument | None = None  # if an argument names data that can be staged
-    profile: Profile | None = None  # of traces that the training left in the run's directory
+    profile: TraceProfile | None = None  # of traces that the training left in the run's directory
 
     @property
     def failed(self) -> bool:

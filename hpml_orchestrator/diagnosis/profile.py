@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from hpml_orchestrator.errors import counted
 
-__all__ = ["DIRECTORY", "Profile", "ProfileError", "read_profile"]
+__all__ = ["DIRECTORY", "ProfileError", "TraceProfile", "read_profile"]
 
 DIRECTORY = "profile"
 """Where traces lie in a run's directory; one per rank, named ``trace-rank0.json.gz``."""
@@ -38,7 +38,7 @@ class ProfileError(Exception):
 
 
 @dataclass(frozen=True)
-class Profile:
+class TraceProfile:
     """Shares of the profiled steps' time (0 to 1), as means over the ranks that were read."""
 
     steps: int  # profiled steps per rank
@@ -72,7 +72,7 @@ class Profile:
         return f"{self.device} in {steps}, {ranks}: {', '.join(parts)}{waiting}"
 
 
-def read_profile(directory: Path) -> Profile | None:
+def read_profile(directory: Path) -> TraceProfile | None:
     """Return the profile of the traces in a directory; None if there are none.
 
     Raises:
@@ -88,7 +88,7 @@ def read_profile(directory: Path) -> Profile | None:
     def mean(name: str) -> float:
         return fmean(trace[name] for trace in traces)
 
-    return Profile(
+    return TraceProfile(
         steps=int(min(trace["steps"] for trace in traces)),
         ranks=tuple(_rank(path) for path in chosen),
         traces=len(found),

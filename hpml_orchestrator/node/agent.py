@@ -32,7 +32,7 @@ from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
 from hpml_orchestrator.node.environment import node_index, node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
-from hpml_orchestrator.node.monitor import Monitor
+from hpml_orchestrator.node.monitor import NodeMonitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
 from hpml_orchestrator.node.processes import RankRecords, StartedRank, is_alive, kill_families
 from hpml_orchestrator.node.results import NodeResults, make_job_directories
@@ -187,19 +187,19 @@ class Agent:
             grace=self._rank_grace,
         )
 
-    def _monitor(self) -> Monitor | None:
+    def _monitor(self) -> NodeMonitor | None:
         """Return the job's exporter, not started yet; None if the job is not monitored."""
         if self.options.monitor is None:
             return None
         try:
-            monitor = Monitor(self.options.monitor, self._attempt, self.node)
+            monitor = NodeMonitor(self.options.monitor, self._attempt, self.node)
         except OSError as error:
             self._report(f"the job is not monitored: {error}")
             return None
         self._feed.add_socket(monitor.feed)
         return monitor
 
-    def _make_ready(self, channel: str, monitor: Monitor | None = None) -> bool:
+    def _make_ready(self, channel: str, monitor: NodeMonitor | None = None) -> bool:
         """Plan, stage everything and write the node's marker; False if that failed."""
         if self._is_over():
             return True  # the script failed before this agent could receive its signal
@@ -234,7 +234,7 @@ class Agent:
         self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
         return True
 
-    def _start(self, monitor: Monitor) -> None:
+    def _start(self, monitor: NodeMonitor) -> None:
         """Start the job's exporter; if that fails, the job continues without one."""
         try:
             monitor.start(self._node_plan, no_gpus=self.options.bind.no_gpus)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["JobState", "ask", "kill_wait", "parse_job", "run_command"]
+__all__ = ["AllocationState", "ask", "kill_wait", "parse_job", "run_command"]
 
 _KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _QUERY_SECONDS = 5.0
@@ -28,7 +28,7 @@ Run = Callable[[Sequence[str], Mapping[str, str]], str]
 """Runs a command with an environment and returns its output; OSError if that fails."""
 
 
-class JobState(NamedTuple):
+class AllocationState(NamedTuple):
     """The state of a job.
 
     Attributes:
@@ -62,7 +62,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def ask(environment: Mapping[str, str], run: Run = run_command) -> JobState:
+def ask(environment: Mapping[str, str], run: Run = run_command) -> AllocationState:
     """Return the state of the job that these variables belong to."""
     if "HPML_LOCAL_STEPS" in environment:
         return _local(environment["HPML_LOCAL_STEPS"])
@@ -74,10 +74,10 @@ def ask(environment: Mapping[str, str], run: Run = run_command) -> JobState:
         shown = run(["scontrol", "show", "job", job_id], plain)
         return parse_job(shown, job_id, restarts=int(restarts or 0))
     except (OSError, ValueError):
-        return JobState()
+        return AllocationState()
 
 
-def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
+def parse_job(text: str, job_id: str, *, restarts: int = 0) -> AllocationState:
     """Return the state of a job in the output of `scontrol show job`.
 
     While a job is being ended its state is COMPLETING, whatever the reason (22.05 to 26.05); the
@@ -92,7 +92,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
         if re.match(rf"JobId={re.escape(job_id)}\s", job):
             break
     else:
-        return JobState()
+        return AllocationState()
     # The first line is left out: it has the job's name, which may contain anything.
     fields = dict(
         pair
@@ -103,7 +103,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
     state, reason = fields.get("JobState", ""), fields.get("Reason", "")
     end = _time(fields.get("EndTime", ""))
     if state and state not in _ENDING:  # SIGNALING, RESIZING and others are flags of a running job
-        return JobState("RUNNING", end)
+        return AllocationState("RUNNING", end)
     preempted = fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
     if reason == "TimeLimit" or state == "TIMEOUT":
         state = "TIMEOUT"
@@ -115,7 +115,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
         state = "CANCELLED"
     elif state:
         state = "FAILED"
-    return JobState(state, None)
+    return AllocationState(state, None)
 
 
 def _time(text: str) -> float | None:
@@ -126,17 +126,17 @@ def _time(text: str) -> float | None:
         return None
 
 
-def _local(steps: str) -> JobState:
+def _local(steps: str) -> AllocationState:
     """Return the state of a local job, whose directory of steps is `…/steps-POSITION`."""
     directory, _, position = steps.rpartition("/steps-")
     try:
         with open(f"{directory}/{position}.json", encoding="utf-8") as stream:
             status = json.load(stream)
         if status["state"] != "COMPLETING":
-            return JobState("RUNNING")
-        return JobState(_LOCAL_STATES.get(status["reason"], "FAILED"))
+            return AllocationState("RUNNING")
+        return AllocationState(_LOCAL_STATES.get(status["reason"], "FAILED"))
     except (OSError, ValueError, KeyError, TypeError):
-        return JobState()
+        return AllocationState()
 
 
 def kill_wait(environment: Mapping[str, str], run: Run = run_command) -> float:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import MonitorOptions
     from hpml_orchestrator.node.planning import NodePlan
 
-__all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
+__all__ = ["NodeMonitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
 _NICE = 10
 _OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
@@ -54,7 +54,7 @@ class Timing:
 
 
 @dataclass
-class Monitor:
+class NodeMonitor:
     """The exporter of one node's part of a job, and the thread that supervises it."""
 
     options: MonitorOptions  # what the batch script asks for

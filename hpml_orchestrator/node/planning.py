@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NodePlan",
-    "Roots",
+    "NodeRoots",
     "bind_alone",
     "is_bound",
     "prepare",
@@ -48,7 +48,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Roots:
+class NodeRoots:
     """Where the node's files are; tests pass a fixture tree."""
 
     sys: str = "/sys"  # sysfs
@@ -73,7 +73,7 @@ def prepare(
     *,
     node: str,
     allowed: Collection[int],
-    roots: Roots = Roots(),
+    roots: NodeRoots = NodeRoots(),
     listing: Callable[[], str] = list_gpus,
 ) -> NodePlan:
     """Read this node's topology and plan its ranks.
@@ -306,7 +306,7 @@ def _minors(proc_root: str) -> dict[str, int]:
     return minors
 
 
-def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: Roots) -> frozenset[str]:
+def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: NodeRoots) -> frozenset[str]:
     """Return the PCI addresses of GPUs that this process's cgroup does not allow.
 
     Opening their device files fails with EPERM. After any other result the GPU counts as allowed.
@@ -323,7 +323,7 @@ def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: Roots) ->
     return frozenset(hidden)
 
 
-def _is_refused(path: str, roots: Roots) -> bool:
+def _is_refused(path: str, roots: NodeRoots) -> bool:
     try:
         descriptor = roots.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -21,7 +21,7 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.distribution import Rates, supply_for
 from hpml_orchestrator.staging.faults import shown, why
-from hpml_orchestrator.staging.link import Place
+from hpml_orchestrator.staging.link import ChainPosition
 from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
 from hpml_orchestrator.staging.space import capacity_at
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import StageRecord
     from hpml_orchestrator.staging import Supply
 
-__all__ = ["NodeStaging", "Progress", "figures_of"]
+__all__ = ["NodeStaging", "ProgressReporter", "figures_of"]
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
@@ -48,7 +48,7 @@ def _say(line: str) -> None:
 
 
 @dataclass
-class Progress:
+class ProgressReporter:
     """Copy progress of one entry: an event, and on the first node also a line of the output."""
 
     name: str  # the entry's
@@ -100,7 +100,7 @@ class NodeStaging:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     say: Callable[[str], object] = _say  # prints a line to the job's output
     stager: CopyStager = field(init=False)
-    _progress: Progress | None = None
+    _progress: ProgressReporter | None = None
 
     def __post_init__(self) -> None:
         self.stager = CopyStager(
@@ -129,7 +129,7 @@ class NodeStaging:
         request = entry.request
         self._note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
-        self._progress = Progress(request.name, self._note, None if index else self.say)
+        self._progress = ProgressReporter(request.name, self._note, None if index else self.say)
         try:
             self.stager.options = self._options(entry, readers=nodes)
             supply = self._supply(entry, index, nodes) if nodes > 1 else None
@@ -156,7 +156,7 @@ class NodeStaging:
             return supply_for(
                 request,
                 entry.distribution,
-                Place(
+                ChainPosition(
                     path=f"{self.options.attempt}/chain/{request.name}",
                     should_stop=self.is_ending,
                     index=index,

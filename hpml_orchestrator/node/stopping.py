@@ -73,7 +73,7 @@ class StopPath:
         *,
         environment: Mapping[str, str],
         grace: Callable[[], float],
-        ask: Callable[[Mapping[str, str]], jobstate.JobState] = jobstate.ask,
+        ask: Callable[[Mapping[str, str]], jobstate.AllocationState] = jobstate.ask,
         kill: Callable[[Ranks, int], None] = kill_families,
         clock: Callable[[], float] = time.time,
     ) -> None:

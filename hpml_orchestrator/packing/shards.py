@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
 
 __all__ = ["OnPack", "PackRequest", "PackResult", "pack"]
 
@@ -210,10 +210,10 @@ def _others(above: str, name: str) -> str:
     return ""
 
 
-def _shards(tree: Plan, shard_bytes: int) -> Iterator[list[Entry]]:
+def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
     """Yield the files of each shard, in the order of samples, none of which is torn apart."""
-    shard: list[Entry] = []
-    sample: list[Entry] = []
+    shard: list[TreeEntry] = []
+    sample: list[TreeEntry] = []
     size = len(_END)
     keyed = sorted((_place(os.fsencode(entry.path)), entry) for entry in tree.files)
     last = None
@@ -245,7 +245,7 @@ def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
     return directory, base.partition(b".")[0], base
 
 
-def _stored(entry: Entry) -> int:
+def _stored(entry: TreeEntry) -> int:
     """Return how many bytes of an archive a file takes, or some more."""
     name = len(os.fsencode(entry.path))
     head = _BLOCK
@@ -255,8 +255,8 @@ def _stored(entry: Entry) -> int:
 
 
 def _write(
-    tree: Plan,
-    shards: Sequence[Sequence[Entry]],
+    tree: CopyPlan,
+    shards: Sequence[Sequence[TreeEntry]],
     directory: str,
     workers: int,
     retry: Retry,
@@ -310,7 +310,7 @@ def _new_file(path: str) -> Iterator[IO[bytes]]:
 class _Writer:
     """Adds files to archives; reports what cannot be read, and continues with the others."""
 
-    def __init__(self, tree: Plan, tell: Callable[..., None]) -> None:
+    def __init__(self, tree: CopyPlan, tell: Callable[..., None]) -> None:
         self._files = tree.files
         self._retry = Retry()
         self._reader = TreeSource(tree.source_root, self._retry).reader(tree)
@@ -356,7 +356,12 @@ class _ArchiveError(Exception):
 
 
 def _header(
-    name: str, entry: Entry | None, *, kind: bytes = tarfile.REGTYPE, link: str = "", mtime: int = 0
+    name: str,
+    entry: TreeEntry | None,
+    *,
+    kind: bytes = tarfile.REGTYPE,
+    link: str = "",
+    mtime: int = 0,
 ) -> bytes:
     """Return a member's header: user and group 0, without their names; POSIX's older form, ustar.
 
@@ -376,7 +381,7 @@ def _header(
         return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-def _tree_headers(tree: Plan) -> Iterator[bytes]:
+def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
     """Yield headers of links, then of directories: making a link would change their times."""
     named = {hard.first for hard in tree.hard_links}
     firsts = {entry.path: entry for entry in tree.files if entry.path in named}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt
 
 __all__ = [
-    "Progress",
+    "TrainingProgress",
     "end_margin",
     "lead_seconds",
     "nodes_to_avoid",
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 10.0  # on a file system with many files
 _CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """What the ranks of an attempt reported.
 
     Attributes:
@@ -49,7 +49,7 @@ class Progress(NamedTuple):
     slowest_step: float | None = None
 
 
-def progress_of(attempt: Attempt) -> Progress:
+def progress_of(attempt: Attempt) -> TrainingProgress:
     """Read the progress of an attempt."""
     steps: list[int] = []
     saves: list[float] = []
@@ -67,7 +67,7 @@ def progress_of(attempt: Attempt) -> Progress:
             seconds = _number(event.data.get("step_seconds_total"))
             if count and seconds:
                 durations.append(seconds / count)
-    return Progress(
+    return TrainingProgress(
         max(steps, default=None),
         stopping,
         channel,

@@ -22,7 +22,7 @@ from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.reporting.description import describe
-from hpml_orchestrator.runs.reporting.monitor import Gpu, Monitored, numbers
+from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.topology.cpulist import parse_list
@@ -227,7 +227,9 @@ def _measured(
         which = labels.get("reason") or labels.get("xid")
         group = name if name in ("throttled_seconds", "xid_errors") else "figures"
         of_gpus[key][group][which or name] = value
-    gpus = {key: Gpu(key[1], names[key], seconds, **groups) for key, groups in of_gpus.items()}
+    gpus = {
+        key: MonitoredGpu(key[1], names[key], seconds, **groups) for key, groups in of_gpus.items()
+    }
     return [
         _node(
             Monitored(
@@ -252,7 +254,7 @@ def _planned_cpus(attempt: Attempt, node: str) -> float | None:
     return None
 
 
-def _gpu(gpu: Gpu) -> GpuFacts:
+def _gpu(gpu: MonitoredGpu) -> GpuFacts:
     known: dict[str, Any] = {name: gpu.figures.get(name) for name in _GPU}
     return GpuFacts(
         gpu.uuid,

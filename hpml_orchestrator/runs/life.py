@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["Life", "Limits", "life_of", "read_life", "seconds_left"]
+__all__ = ["Life", "RunLimits", "life_of", "read_life", "seconds_left"]
 
 _MINUTE, _HOUR = 60, 3600
 _ADVICE_SECONDS = 300.0  # training that an advice about the saving interval needs
@@ -29,7 +29,7 @@ _ADVICE_FACTOR = 1.5  # an interval that is nearer to the best is left alone
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """What the job allows.
 
     Attributes:
@@ -244,21 +244,21 @@ def read_life(
     )
 
 
-def _limits_of(state: State) -> Limits:
+def _limits_of(state: State) -> RunLimits:
     try:
         job = recorded_job(state.submission)
     except HpmlError:
-        return Limits(math.inf)
+        return RunLimits(math.inf)
     own = job.checkpoint
     if not own.requeue:
-        return Limits(job.limit_seconds)
-    return Limits(job.limit_seconds, own.attempts, own.requeue)
+        return RunLimits(job.limit_seconds)
+    return RunLimits(job.limit_seconds, own.attempts, own.requeue)
 
 
 def life_of(
     attempts: Sequence[AttemptReport],
     *,
-    limits: Limits,
+    limits: RunLimits,
     left_seconds: float | None = None,
     waits: bool = False,
     now: float,
@@ -341,7 +341,7 @@ def _newest(values: Iterable[T | None]) -> T | None:
     return next((value for value in reversed([*values]) if value is not None), None)
 
 
-def _with_forecast(life: Life, limits: Limits) -> Life:
+def _with_forecast(life: Life, limits: RunLimits) -> Life:
     """Add how long the rest takes, and how many attempts after the one that runs."""
     left, rate = life.left_seconds, life.steps_per_second
     if left is None or not rate or life.step is None or not life.total_steps:

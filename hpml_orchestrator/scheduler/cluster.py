@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 __all__ = [
     "Association",
     "Cluster",
+    "ClusterLimits",
     "Gres",
-    "Limits",
     "Node",
     "Partition",
     "Qos",
@@ -145,7 +145,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ClusterLimits:
     """Limits of the whole cluster, from `scontrol show config`."""
 
     version: tuple[int, ...] = ()  # such as (22, 5, 8)
@@ -205,7 +205,7 @@ _ONLY_JUDGE = frozenset("all_partitions cray_aries logging pbs require_timelimit
 class Cluster:
     """A whole cluster, as one user sees it at one moment."""
 
-    limits: Limits = Limits()
+    limits: ClusterLimits = ClusterLimits()
     partitions: tuple[Partition, ...] = ()
     nodes: tuple[Node, ...] = ()
     user: str = ""  # whose associations these are

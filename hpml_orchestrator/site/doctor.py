@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Store
 
-__all__ = ["Finding", "examine"]
+__all__ = ["DoctorFinding", "examine"]
 
 _TIMEOUT_SECONDS = 15
 _OLDEST_SLURM = (22, 5)
@@ -37,7 +37,7 @@ _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was checked."""
 
     check: str
@@ -50,7 +50,7 @@ class Finding:
         return asdict(self)
 
 
-def examine(store: Store, *, site: str = "") -> list[Finding]:
+def examine(store: Store, *, site: str = "") -> list[DoctorFinding]:
     """Return the findings in a fixed order; runs a few short commands.
 
     Args:
@@ -64,7 +64,7 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     gpus = list_gpus()
     mpirun = (_output(["mpirun", "--version"]) or "not on PATH").partition("\n")[0]
     return [
-        Finding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),
+        DoctorFinding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),
         _finding(
             "interpreter for the nodes",
             interpreter if starts else None,
@@ -93,31 +93,31 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     ]
 
 
-def _finding(check: str, found: str | None, absent: str, hint: str = "") -> Finding:
+def _finding(check: str, found: str | None, absent: str, hint: str = "") -> DoctorFinding:
     """Return `ok` with what was found, else `missing` with a hint, or `none` without one."""
     if found:
-        return Finding(check, "ok", found)
-    return Finding(check, "missing" if hint else "none", absent, hint)
+        return DoctorFinding(check, "ok", found)
+    return DoctorFinding(check, "missing" if hint else "none", absent, hint)
 
 
-def _templates() -> Finding:
+def _templates() -> DoctorFinding:
     try:
-        return Finding("templates", "ok", str(assets.path("templates/sbatch")))
+        return DoctorFinding("templates", "ok", str(assets.path("templates/sbatch")))
     except HpmlError as error:
-        return Finding("templates", "missing", str(error), error.hint)
+        return DoctorFinding("templates", "missing", str(error), error.hint)
 
 
-def _records(store: Store) -> Finding:
+def _records(store: Store) -> DoctorFinding:
     try:
         store.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root):
-            return Finding("records", "ok", str(store.root))
+            return DoctorFinding("records", "ok", str(store.root))
     except OSError as error:
         hint = "set HPML_HOME to a directory that you can write to and that the nodes see"
-        return Finding("records", "missing", f"{store.root}: {error.strerror or error}", hint)
+        return DoctorFinding("records", "missing", f"{store.root}: {error.strerror or error}", hint)
 
 
-def _site(chosen: str) -> Finding:
+def _site(chosen: str) -> DoctorFinding:
     errors: Sequence[HpmlError]
     try:
         site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen)
@@ -127,15 +127,15 @@ def _site(chosen: str) -> Finding:
     if errors:
         found = "; ".join(str(error).replace("\n", "; ") for error in errors)
         hints = "; ".join(dict.fromkeys(error.hint for error in errors))
-        return Finding("site profile", "missing", found, hints)
+        return DoctorFinding("site profile", "missing", found, hints)
     sources = ", ".join(str(path) for path in site.sources) if site is not None else ""
     return _finding("site profile", sources, "none here: `hpml init` writes one")
 
 
-def _slurm() -> list[Finding]:
+def _slurm() -> list[DoctorFinding]:
     absent = [name for name in _SLURM_COMMANDS if shutil.which(name) is None]
     if len(absent) == len(_SLURM_COMMANDS):
-        return [Finding("Slurm", "none", "no commands on PATH: jobs run on this machine")]
+        return [DoctorFinding("Slurm", "none", "no commands on PATH: jobs run on this machine")]
     if absent:
         return [_slurm_fault(f"not on PATH: {', '.join(absent)}", "load Slurm's module")]
     try:
@@ -154,7 +154,7 @@ def _slurm() -> list[Finding]:
         return [_slurm_fault(f"{version} is too old", "hpml needs Slurm 22.05 or newer")]
     accounting = _output(["sacct", "-n", "-X", "-S", "now", "-o", "jobid"])
     return [
-        Finding("Slurm", "ok", f"{version}, controller is up"),
+        DoctorFinding("Slurm", "ok", f"{version}, controller is up"),
         _finding(
             "accounting",
             None if accounting is None else "sacct answers",
@@ -163,16 +163,18 @@ def _slurm() -> list[Finding]:
     ]
 
 
-def _slurm_fault(found: str, hint: str) -> Finding:
-    return Finding("Slurm", "missing", found, hint)
+def _slurm_fault(found: str, hint: str) -> DoctorFinding:
+    return DoctorFinding("Slurm", "missing", found, hint)
 
 
-def _space(check: str, path: str) -> Finding:
+def _space(check: str, path: str) -> DoctorFinding:
     try:
         info = os.statvfs(path)
     except OSError as error:
-        return Finding(check, "none", f"{path}: {error.strerror}")
-    return Finding(check, "ok", f"{human_bytes(info.f_bavail * info.f_frsize)} free in {path}")
+        return DoctorFinding(check, "none", f"{path}: {error.strerror}")
+    return DoctorFinding(
+        check, "ok", f"{human_bytes(info.f_bavail * info.f_frsize)} free in {path}"
+    )
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Runner
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["Profile", "initialise", "profile_path", "save"]
+__all__ = ["ProfileDraft", "initialise", "profile_path", "save"]
 
 _REFUSALS_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileDraft:
     """A site profile, written or to be written."""
 
     cluster: Cluster  # what it was made of
@@ -156,7 +156,7 @@ def initialise(
     writer: str,
     when: str,
     look: bool = False,
-) -> Profile:
+) -> ProfileDraft:
     """Ask the cluster and return its profile; nothing is written yet.
 
     Args:
@@ -205,10 +205,10 @@ def initialise(
         field = ".".join(map(str, problem["loc"]))
         raise SchedulerError(f"a profile cannot contain Slurm's value of {field}") from error
     files = {names[kind]: xml for kind, xml in topologies.items()}
-    return Profile(cluster, groups, text, probes, files)
+    return ProfileDraft(cluster, groups, text, probes, files)
 
 
-def save(profile: Profile, path: Path, *, force: bool = False) -> list[Path]:
+def save(profile: ProfileDraft, path: Path, *, force: bool = False) -> list[Path]:
     """Write the topology files and then the profile; return their paths.
 
     Raises:

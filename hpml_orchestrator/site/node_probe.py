@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpml_orchestrator import assets
 
-__all__ = ["Interface", "NodeProbe", "Place", "command", "parse"]
+__all__ = ["Interface", "NodeProbe", "ScratchDirectory", "command", "parse"]
 
 _BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
 _TOPOLOGY = "=== hpml topology ==="
@@ -21,7 +21,7 @@ _TMP = "/tmp"  # noqa: S108 - where hpml stages when nothing else is known
 
 
 @dataclass(frozen=True)
-class Place:
+class ScratchDirectory:
     """A directory on a node: its name (a variable or `path`), path, file system, sizes in KiB."""
 
     name: str
@@ -57,7 +57,7 @@ class NodeProbe:
     """What was found on one node."""
 
     host: str
-    places: tuple[Place, ...] = ()  # directories for temporary data
+    places: tuple[ScratchDirectory, ...] = ()  # directories for temporary data
     interfaces: tuple[Interface, ...] = ()  # the best first
     modules: tuple[str, ...] | None = None  # None without a `module` command
     topology: str = ""  # hwloc XML of version 2
@@ -68,7 +68,7 @@ class NodeProbe:
         return tuple(interface.name for interface in self.interfaces if interface.addressed)
 
     @property
-    def scratch(self) -> Place | None:
+    def scratch(self) -> ScratchDirectory | None:
         """The local directory to stage to, unless hpml uses it by default.
 
         A job's own directory comes before Slurm's TmpFS, and that before the largest disk.
@@ -103,7 +103,7 @@ def parse(text: str) -> NodeProbe | None:
     if match is None:
         return None
     lines, _, xml = match[1].partition(f"{_TOPOLOGY}\n")
-    places: dict[str, Place] = {}
+    places: dict[str, ScratchDirectory] = {}
     interfaces: list[Interface] = []
     modules: list[str] = []
     host = ""
@@ -112,7 +112,7 @@ def parse(text: str) -> NodeProbe | None:
             case ["host", host]:
                 pass
             case ["place", name, path, kind, total, free, writable] if (total + free).isdecimal():
-                place = Place(name, path, kind, int(total), int(free), writable == "yes")
+                place = ScratchDirectory(name, path, kind, int(total), int(free), writable == "yes")
                 places.setdefault(path, place)
             case ["interface", name, speed, kind, addressed]:
                 mbps = int(speed) if speed.isdecimal() else 0  # -1: not known

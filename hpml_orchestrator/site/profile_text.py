@@ -222,7 +222,7 @@ def _partition(partition: Partition, groups: Sequence[NodeGroup], *, default: bo
     return (
         f"\n[partitions.{tomlkit.key(partition.name).as_string()}]\n"
         + "".join(_remark(remark) for remark, applies in remarks.items() if applies)
-        + _toml(models.Partition, limits, {"exclusive": "jobs get whole nodes"})
+        + _toml(models.SitePartition, limits, {"exclusive": "jobs get whole nodes"})
     )
 
 

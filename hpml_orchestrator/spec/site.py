@@ -33,10 +33,10 @@ __all__ = [
     "Limits",
     "Monitoring",
     "NodeType",
-    "Partition",
     "Paths",
     "ResolvedSite",
     "Site",
+    "SitePartition",
     "Staging",
     "load_site",
 ]
@@ -151,7 +151,7 @@ class NodeType(Paths):
     profile. The first two describe all cores."""
 
 
-class Partition(Model):
+class SitePartition(Model):
     """One partition and its limits."""
 
     default: StrictBool = False
@@ -241,7 +241,7 @@ class Site(Model):
     """Environment modules of the cluster, for reference."""
     limits: Limits = Limits()
     """Limits of the whole cluster."""
-    partitions: Annotated[dict[text.PlainWord, Partition], Field(max_length=MAX_LIST)] = Field(
+    partitions: Annotated[dict[text.PlainWord, SitePartition], Field(max_length=MAX_LIST)] = Field(
         default={}
     )
     """Partitions by name."""
@@ -276,7 +276,7 @@ class Site(Model):
 
     @field_validator("partitions")
     @classmethod
-    def _one_default(cls, value: dict[str, Partition]) -> dict[str, Partition]:
+    def _one_default(cls, value: dict[str, SitePartition]) -> dict[str, SitePartition]:
         names = [name for name, partition in value.items() if partition.default]
         if len(names) > 1:
             raise ValueError(

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.source import Reader
+    from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.source import SourceReader
 
     Row = tuple[bytes, str, int, int, int, int, str]
     # type, name, mode, mtime in ns, size, offset of the data, link
@@ -124,7 +124,7 @@ class TarSource:
                 hint="decompress the shards, or stage the directory with kind: tree",
             )
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Read all headers; see `Source.plan`."""
         changed = os.stat(self._path).st_mtime_ns
         members = Members(self._path, changed, outside_links=self._outside_links)
@@ -227,7 +227,7 @@ class TarSource:
                 yield data
         drop_pages(stamp.path)
 
-    def reader(self, plan: Plan) -> Reader:
+    def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading what `plan` returned."""
         return _TarReader(self, plan)
 
@@ -240,9 +240,9 @@ class TarSource:
 
 
 class _TarReader:
-    """A `Reader` of archives; each thread has one open."""
+    """A `SourceReader` of archives; each thread has one open."""
 
-    def __init__(self, source: TarSource, plan: Plan) -> None:
+    def __init__(self, source: TarSource, plan: CopyPlan) -> None:
         self._source = source
         self._files = plan.files
         self._local = threading.local()
@@ -261,7 +261,7 @@ class _TarReader:
         return cast("IO[bytes]", mine.stream)
 
     def read(self, number: int) -> Iterator[bytes]:
-        """Yield a file; see `Reader`."""
+        """Yield a file; see `SourceReader`."""
         size = self._files[number].size
         archive, start = self._source.place_of(number)
         stream = self._stream(archive)

@@ -27,7 +27,7 @@ from hpml_orchestrator.staging.store import (
     LEASE,
     OWNER,
     PARTIAL,
-    Store,
+    NodeStore,
     as_staging_error,
     job_of,
     whole,
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     Fill = Callable[[str, NameLock], Manifest]
     # publishes data in an entry's directory, and leaves its progress in the lock
 
-__all__ = ["Entry", "JobArea"]
+__all__ = ["JobArea", "StoreEntry"]
 
 
-class Entry:
+class StoreEntry:
     """An entry that this process holds a lease on.
 
     Attributes:
@@ -100,7 +100,7 @@ class JobArea:
         proc_root: str = "/proc",
     ) -> None:
         check_job_key(job_key)
-        self.store = Store(base, proc_root=proc_root)
+        self.store = NodeStore(base, proc_root=proc_root)
         self.job_key = job_key
         self.path = target_path(base, os.getuid(), job_key, "").rstrip("/")
         self._owner_pid = owner_pid
@@ -199,7 +199,7 @@ class JobArea:
                 trash += filter(None, map(store.retire, empty if stays else group))
         store.sweep(*trash)
 
-    def take(self, key: str, *, create: bool) -> Entry | None:
+    def take(self, key: str, *, create: bool) -> StoreEntry | None:
         """Return an entry with a lease on it, or None if there is none; it may be empty.
 
         Raises:
@@ -216,7 +216,7 @@ class JobArea:
                 if not create:
                     return None
                 self.store.make(path, self.owner())
-            return Entry(path, _leased(path))
+            return StoreEntry(path, _leased(path))
 
     def obtain(
         self,
@@ -226,7 +226,7 @@ class JobArea:
         *,
         waits: bool = True,
         on_progress: OnProgress | None = None,
-    ) -> tuple[Entry, Manifest] | None:
+    ) -> tuple[StoreEntry, Manifest] | None:
         """Return an entry with complete data in it: found, waited for, or made.
 
         Args:
@@ -266,7 +266,7 @@ class JobArea:
         return entry, manifest
 
     def _filled(
-        self, entry: Entry, fill: Fill | None, retry: Retry, lock: NameLock
+        self, entry: StoreEntry, fill: Fill | None, retry: Retry, lock: NameLock
     ) -> Manifest | None:
         """Return the manifest of an entry's data, which is looked at and made if need be."""
         with as_staging_error(entry.path):
@@ -289,7 +289,7 @@ class JobArea:
             lock.fail(error)
             raise
 
-    def _is_sure(self, entry: Entry, retry: Retry) -> bool:
+    def _is_sure(self, entry: StoreEntry, retry: Retry) -> bool:
         """Return whether contents are right: they are read once after the machine has restarted.
 
         Names and sizes may outlive a crash that the contents of the last seconds did not.
@@ -314,7 +314,7 @@ class JobArea:
         if trash:
             remove_tree(trash)
 
-    def _take_away(self, entry: Entry) -> bool:
+    def _take_away(self, entry: StoreEntry) -> bool:
         """Remove an entry's damaged data; False if another job uses it."""
         key = os.path.basename(entry.path)
         with self.store.hold():
@@ -327,7 +327,7 @@ class JobArea:
             remove_tree(trash)
         return bool(trash)
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: StoreEntry) -> None:
         """Give up an entry, and remove it if no job published anything in it."""
         trash = None
         with self.store.hold() as there:

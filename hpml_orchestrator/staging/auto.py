@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.stage import CopyStager
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["Choice", "Outcome", "own_storage", "stage_chosen"]
+__all__ = ["Choice", "StageOutcome", "own_storage", "stage_chosen"]
 
 _TARGETS = ("shm", "local")
 """In the order of preference."""
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """The result of one request; `choice` for the target "auto"."""
 
     request: StageRequest
@@ -61,7 +61,7 @@ def stage_chosen(
     *,
     storage: Callable[[str], str] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
+) -> StageOutcome:
     """Stage what a command line asks for: choose the target if it is "auto".
 
     Args:
@@ -76,7 +76,7 @@ def stage_chosen(
             used in place.
     """
     if request.target != AUTO:
-        return Outcome(request, stager.stage(request))
+        return StageOutcome(request, stager.stage(request))
     begin = clock()
     try:
         usable = kind_of(request) in {"tree", "file"}
@@ -86,9 +86,9 @@ def stage_chosen(
         try:
             choice = _choose(request, stager, supply, own, refusals, usable=usable)
             if choice.target == IN_PLACE:
-                return Outcome(request, _in_place(request, supply, clock() - begin), choice)
+                return StageOutcome(request, _in_place(request, supply, clock() - begin), choice)
             chosen = replace(request, target=choice.target)
-            return Outcome(chosen, stager.stage(chosen, supply), choice)
+            return StageOutcome(chosen, stager.stage(chosen, supply), choice)
         finally:
             supply.close()
     except OSError as error:

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.copy import CopyOptions
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.link import Place
-    from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.link import ChainPosition
+    from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.progress import CopyProgress
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import LocalSupply
 
@@ -86,7 +86,7 @@ class _Member(Supply):
 
     method = "chain"
 
-    def __init__(self, request: StageRequest, place: Place, secret: bytes) -> None:
+    def __init__(self, request: StageRequest, place: ChainPosition, secret: bytes) -> None:
         super().__init__(request)
         self._place = place
         self._secret = secret
@@ -97,7 +97,7 @@ class _Member(Supply):
         self._said: dict[str, Body] = {}  # by the neighbours: word and body
         self._later: list[Buffer] = []  # for the node behind, until it has come
         self._writer: ChunkWriter | None = None
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._is_done = self._is_closed = False
         self._beat_at = 0.0
         self._beating = threading.Lock()
@@ -289,7 +289,7 @@ class Head(_Member):
     """
 
     def __init__(
-        self, local: LocalSupply, place: Place, secret: bytes, options: CopyOptions
+        self, local: LocalSupply, place: ChainPosition, secret: bytes, options: CopyOptions
     ) -> None:
         super().__init__(local.request, place, secret)
         self._local = local
@@ -300,7 +300,7 @@ class Head(_Member):
         """The source's kind."""
         return self._local.kind
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Look at the source, and pass the plan on; see `Supply`."""
         if self._plan is None:
             with self._failing():
@@ -312,7 +312,7 @@ class Head(_Member):
         return self._plan
 
     def fill(
-        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Copy the source; what is read is sent, too. If any node fails, none publishes."""
         threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
@@ -360,7 +360,7 @@ class Head(_Member):
             if self._beat():
                 raise StagingStopped
 
-    def _agree(self, plan: Plan, source: SendingSource, digests: list[bytes]) -> None:
+    def _agree(self, plan: CopyPlan, source: SendingSource, digests: list[bytes]) -> None:
         """Send the rest, wait for what the others have, and let all publish."""
         source.flush()
         digest = tree_digest(Listing.of(plan, digests), hashing())
@@ -384,7 +384,7 @@ class Follower(_Member):
         self.plan()
         return str(self._said["plan"][1])
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Join the chain and receive the plan; see `Supply`."""
         if self._plan is None:
             with self._failing():
@@ -400,7 +400,7 @@ class Follower(_Member):
         return self._plan
 
     def fill(
-        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Receive all files, write them and pass them on. If any node fails, none publishes."""
         with self._failing():
@@ -418,7 +418,7 @@ class Follower(_Member):
             self._receive(plan, -1, None, None)
 
     def _receive(
-        self, plan: Plan, fd: int, progress: Progress | None, retry: Retry | None
+        self, plan: CopyPlan, fd: int, progress: CopyProgress | None, retry: Retry | None
     ) -> list[bytes]:
         """Receive the data; without a descriptor nothing is written."""
         place, how = self._place, hashing_named(self._said["plan"][2])

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
-    from hpml_orchestrator.staging.plan import Entry, Plan
-    from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
+    from hpml_orchestrator.staging.source import Source, SourceReader
 
 __all__ = ["ChunkWriter", "SendingSource"]
 
@@ -34,7 +34,7 @@ _ZEROS = bytes(BLOCK_BYTES)
 
 
 class SendingSource:
-    """A `Source` and its only `Reader`: what is read is sent, too.
+    """A `Source` and its only `SourceReader`: what is read is sent, too.
 
     Args:
         source: is read.
@@ -50,7 +50,7 @@ class SendingSource:
         self.ordered = source.ordered
         self.plan = source.plan
 
-    def reader(self, plan: Plan) -> Reader:
+    def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading."""
         self._reader = self._source.reader(plan)
         return self
@@ -100,7 +100,7 @@ class ChunkWriter:
         bytes: that came.
     """
 
-    def __init__(self, plan: Plan, dir_fd: int, how: Hashing) -> None:
+    def __init__(self, plan: CopyPlan, dir_fd: int, how: Hashing) -> None:
         self._files = plan.files
         self._dir_fd = dir_fd
         self._how = how
@@ -136,7 +136,7 @@ class ChunkWriter:
                     hint=NO_ROOM_LEFT if error.errno in FULL else "",
                 ) from error
 
-    def _chunk(self, number: int, entry: Entry, offset: int, data: memoryview) -> None:
+    def _chunk(self, number: int, entry: TreeEntry, offset: int, data: memoryview) -> None:
         if offset == 0:
             self._forget(number)
             if len(self._open) >= _MOST_OPEN:
@@ -157,14 +157,14 @@ class ChunkWriter:
         if file.at == entry.size:
             self._finish(number, entry)
 
-    def _create(self, number: int, entry: Entry) -> int:
+    def _create(self, number: int, entry: TreeEntry) -> int:
         if self._dir_fd < 0:
             return -1
         flags = _AGAIN if number in self._made else CREATE
         self._made.add(number)
         return os.open(entry.path, flags, (entry.mode & 0o777) | 0o600, dir_fd=self._dir_fd)
 
-    def _finish(self, number: int, entry: Entry) -> None:
+    def _finish(self, number: int, entry: TreeEntry) -> None:
         file = self._open[number]
         if file.fd >= 0:
             os.ftruncate(file.fd, entry.size)

@@ -17,13 +17,13 @@ from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.source import TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import CopyPlan
 
 __all__ = ["INCOMPLETE", "Collected", "collect"]
 
@@ -87,7 +87,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
             partial,
             options=CopyOptions(goes_on=True),
             retry=retry,
-            progress=Progress(None),
+            progress=CopyProgress(None),
         )
         left_out.raise_any()
         digest = tree_digest(Listing.of(plan, digests), hashing())
@@ -123,7 +123,7 @@ class _Unread(Problems):
             super().add(path, reason, cause, hint=hint)
 
 
-def _whole_files(plan: Plan, partial: str) -> tuple[int, int]:
+def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
     """Remove what was not finished; returns the number and bytes of the files that were.
 
     A file gets its time when it is.

@@ -2,7 +2,7 @@
 
 The calling process copies small plans itself. Larger ones are copied by forked workers, one per CPU
 of this job; if a server provides the source, each of them has several threads, which wait for the
-server at the same time. The source's `Reader` reads, and notices that a file has changed.
+server at the same time. The source's `SourceReader` reads, and notices that a file has changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpml_orchestrator.staging.faults import (
     why,
 )
 from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.progress import Batch, Tally, share_out
+from hpml_orchestrator.staging.progress import FileRange, Tally, share_out
 from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
-    from hpml_orchestrator.staging.plan import Entry, Plan
-    from hpml_orchestrator.staging.progress import Progress
-    from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
+    from hpml_orchestrator.staging.progress import CopyProgress
+    from hpml_orchestrator.staging.source import Source, SourceReader
 
 __all__ = [
     "CREATE",
@@ -82,13 +82,13 @@ class CopyOptions:
 
 
 def copy(
-    plan: Plan,
+    plan: CopyPlan,
     source: Source,
     target_dir: str,
     *,
     options: CopyOptions,
     retry: Retry,
-    progress: Progress,
+    progress: CopyProgress,
 ) -> list[bytes]:
     """Fill an existing empty directory with what was planned; the caller removes it on errors.
 
@@ -120,14 +120,14 @@ def copy(
     return copier.digests if options.hash else []
 
 
-def make_directories(plan: Plan, dir_fd: int, retry: Retry) -> None:
+def make_directories(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
     """Create the directories of a plan with their modes (& ~umask, owner rwx)."""
     for entry in plan.directories:
         retry.check_stop()
         os.mkdir(entry.path, (entry.mode & 0o777) | 0o700, dir_fd=dir_fd)
 
 
-def make_links(plan: Plan, dir_fd: int, retry: Retry) -> None:
+def make_links(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
     """Create hard and symbolic links, then set the times of directories, children first."""
     for hard in plan.hard_links:
         retry.check_stop()
@@ -143,7 +143,9 @@ def make_links(plan: Plan, dir_fd: int, retry: Retry) -> None:
         os.utime(entry.path or ".", ns=times, dir_fd=dir_fd, follow_symlinks=False)
 
 
-def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: int = 1) -> None:
+def check_directories(
+    plan: CopyPlan, retry: Retry, problems: Problems, *, threads: int = 1
+) -> None:
     """Look at a source's directories again: files that came or went show in their times."""
     if not stat.S_ISDIR(plan.top.mode):
         return  # made up for a single file
@@ -171,12 +173,12 @@ class _Copier:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CopyPlan,
         source: Source,
         target: str,
         options: CopyOptions,
         retry: Retry,
-        progress: Progress,
+        progress: CopyProgress,
     ) -> None:
         self._plan = plan
         self._source = source
@@ -191,7 +193,7 @@ class _Copier:
         if not source.ordered:
             served = readers_for(plan.source_root)
             self.threads = options.threads or -(-served // self.processes)
-        self._batches = [Batch(0, len(plan.files))]
+        self._batches = [FileRange(0, len(plan.files))]
         if not source.ordered:
             self._batches = share_out(plan.files, _MOST_WORKERS, streams=self.processes)
 
@@ -208,7 +210,7 @@ class _Copier:
             left = iter(self._batches)
             lock = threading.Lock()
 
-            def take() -> Batch | None:
+            def take() -> FileRange | None:
                 with lock:
                     return next(left, None)
 
@@ -239,7 +241,7 @@ class _Copier:
     ) -> None:
         """Do what one worker does, in the forked process."""
 
-        def take_batch() -> Batch | None:
+        def take_batch() -> FileRange | None:
             found = take()
             return None if found is None else self._batches[found]
 
@@ -252,7 +254,7 @@ class _Copier:
 
     def _work(
         self,
-        take: Callable[[], Batch | None],
+        take: Callable[[], FileRange | None],
         problem: Callable[[str, str, BaseException], None],
         done: Callable[[int, int, list[tuple[int, bytes]]], None],
         whole: Retry,
@@ -288,10 +290,10 @@ class _Worker:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CopyPlan,
         target: str,
         options: CopyOptions,
-        reader: Reader,
+        reader: SourceReader,
         retry: Retry,
         problem: Callable[[str, str, BaseException], None],
     ) -> None:
@@ -314,7 +316,7 @@ class _Worker:
         os.close(self._to)
         self._reader.close()
 
-    def do(self, batch: Batch, tally: Tally) -> None:
+    def do(self, batch: FileRange, tally: Tally) -> None:
         """Copy a batch; raises StagingError if the target is full or the source is damaged."""
         files = self._plan.files
         for number in range(batch.first, batch.last):
@@ -342,12 +344,12 @@ class _Worker:
                 self._wrong(entry, why(error), error)
         tally.report()
 
-    def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
+    def _wrong(self, entry: TreeEntry, reason: str, error: BaseException) -> None:
         if not self._goes_on:
             self._faulty = True
         self._problem(entry.path, reason, error)
 
-    def _file(self, number: int, entry: Entry, tally: Tally, before: int) -> None:
+    def _file(self, number: int, entry: TreeEntry, tally: Tally, before: int) -> None:
         """Copy a file, with so many bytes done before; after an error no part of it is left."""
         tally.bytes = before
         if self.wait is not None:
@@ -363,7 +365,7 @@ class _Worker:
         tally.files += 1
 
     def _whole(
-        self, number: int, entry: Entry, data: Buffer, rest: Iterator[Buffer], tally: Tally
+        self, number: int, entry: TreeEntry, data: Buffer, rest: Iterator[Buffer], tally: Tally
     ) -> None:
         """Write a file that came whole, with as few steps as small files deserve.
 
@@ -390,7 +392,9 @@ class _Worker:
             os.unlink(entry.path, dir_fd=self._to)
             raise
 
-    def _blocks(self, number: int, entry: Entry, pieces: Iterator[Buffer], tally: Tally) -> None:
+    def _blocks(
+        self, number: int, entry: TreeEntry, pieces: Iterator[Buffer], tally: Tally
+    ) -> None:
         """Write a file block by block; holes stay holes, as was counted."""
         digest = self._how.new() if self._how is not None else None
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
@@ -419,7 +423,7 @@ class _Worker:
             tally.digests.append((number, digest.digest()))
 
     def _hashed(
-        self, entry: Entry, digest: Digest | None, pieces: Iterator[Buffer]
+        self, entry: TreeEntry, digest: Digest | None, pieces: Iterator[Buffer]
     ) -> Generator[Buffer, None, None]:
         """Yield the pieces of a file and hash them; of a large one while the one before is written.
 
@@ -449,7 +453,7 @@ class _Worker:
             ahead.exception()  # waits: nobody may read when the caller closes the source
 
     @staticmethod
-    def _write(target: int, entry: Entry, data: Buffer, at: int) -> None:
+    def _write(target: int, entry: TreeEntry, data: Buffer, at: int) -> None:
         count = wrote = len(data)
         if entry.stored == entry.size or data != _ZEROS[:count]:
             wrote = os.pwrite(target, data, at)

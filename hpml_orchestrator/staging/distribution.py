@@ -24,13 +24,13 @@ from hpml_orchestrator.staging.supply import LocalSupply, open_source
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpml_orchestrator.staging.link import Place
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.link import ChainPosition
+    from hpml_orchestrator.staging.plan import CopyPlan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Source
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
+__all__ = ["METHODS", "Rates", "Strategy", "choose", "seconds_of", "supply_for"]
 
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
@@ -68,7 +68,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """A way, the reason as a sentence to print, and the seconds of all ways by the model."""
 
     method: str
@@ -99,7 +99,7 @@ def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) 
 
 def choose(
     *, size: int, files: int, nodes: int, rates: Rates | None = None, wanted: str = "auto"
-) -> Way:
+) -> Strategy:
     """Choose how the data comes to all nodes.
 
     Args:
@@ -122,13 +122,15 @@ def choose(
     }
     of_what = f"{human_bytes(size)} in {counted(files, 'file')} to {nodes} nodes"
     if nodes == 1:
-        return Way("shared", "there is one node: it reads for itself", seconds)
+        return Strategy("shared", "there is one node: it reads for itself", seconds)
     if wanted != "auto":
-        return Way(wanted, f"{wanted}, as requested: {of_what}", seconds)
+        return Strategy(wanted, f"{wanted}, as requested: {of_what}", seconds)
     times = ", ".join(f"{one} {seconds[one]:.1f} s" for one in METHODS)
     if seconds["chain"] <= _WORTH * seconds["shared"]:
-        return Way("chain", f"chain: {of_what}, by the model {times}", seconds)
-    return Way("shared", f"every node reads for itself: {of_what}, by the model {times}", seconds)
+        return Strategy("chain", f"chain: {of_what}, by the model {times}", seconds)
+    return Strategy(
+        "shared", f"every node reads for itself: {of_what}, by the model {times}", seconds
+    )
 
 
 def _print(sentence: str) -> None:
@@ -138,7 +140,7 @@ def _print(sentence: str) -> None:
 def supply_for(
     request: StageRequest,
     method: str,
-    place: Place,
+    place: ChainPosition,
     *,
     most_bytes: int,
     options: CopyOptions | None = None,
@@ -202,7 +204,7 @@ def _open(request: StageRequest, retry: Retry, most_bytes: int, options: CopyOpt
 
 def _decide(
     request: StageRequest,
-    plan: Plan,
+    plan: CopyPlan,
     nodes: int,
     rates: Rates | None,
     report: Callable[[str], object],
@@ -218,7 +220,7 @@ def _decide(
     return choice.method
 
 
-def _source_bytes(request: StageRequest, plan: Plan) -> int:
+def _source_bytes(request: StageRequest, plan: CopyPlan) -> int:
     """Return how much is read: of an archive its own size, not that of what is in it."""
     if os.path.isfile(request.source):
         return os.path.getsize(request.source)

@@ -10,18 +10,18 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.space import usage
-from hpml_orchestrator.staging.store import DATA, PARTIAL, Store, job_of, linked_key
+from hpml_orchestrator.staging.store import DATA, PARTIAL, NodeStore, job_of, linked_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cleaned", "Staged", "clean", "list_staged"]
+__all__ = ["Cleaned", "StoredData", "clean", "list_staged"]
 
 _OWN = ("local.dir", "shm.dir")
 
 
 @dataclass(frozen=True)
-class Staged:
+class StoredData:
     """One thing that is staged, or was being staged.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cleaned:
         leftovers: directories of dead jobs without published data, and half-removed ones.
     """
 
-    removed: list[Staged] = field(default_factory=list)
+    removed: list[StoredData] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
 
@@ -74,15 +74,15 @@ class Cleaned:
         return sum(staged.bytes for staged in self.removed)
 
 
-def list_staged(bases: Sequence[str]) -> list[Staged]:
+def list_staged(bases: Sequence[str]) -> list[StoredData]:
     """Return what this user has under some bases; links of jobs to kept data are not listed.
 
     Raises:
         StagingError: a store is not ours to use.
     """
-    found: list[Staged] = []
+    found: list[StoredData] = []
     for base in bases:
-        store = Store(base)
+        store = NodeStore(base)
         with store.hold() as there:
             groups = store.groups() if there else []
             used = [(path, store.user_of(path)) for group in groups for path in group]
@@ -110,7 +110,7 @@ def clean(
     """
     done = Cleaned()
     for base in bases:
-        store = Store(base)
+        store = NodeStore(base)
         try:
             _clean(store, done, everything=everything, older_seconds=older_seconds, dry_run=dry_run)
         except (HpmlError, OSError) as error:
@@ -119,10 +119,12 @@ def clean(
 
 
 def _clean(
-    store: Store, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
+    store: NodeStore, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
 ) -> None:
     with store.hold() as there:
-        aside = [([path], path, list[Staged]()) for path in (store.leftovers() if there else [])]
+        aside = [
+            ([path], path, list[StoredData]()) for path in (store.leftovers() if there else [])
+        ]
         groups = store.groups() if there else []
     for group in groups:
         directory, retired = group[0], list[str]()
@@ -153,7 +155,7 @@ def _clean(
         store.sweep()
 
 
-def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
+def _retire(store: NodeStore, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
     """Move directories aside; returns their new paths, and why one stays; the store is held."""
     retired = list(group) if dry_run else []
     for path in [] if dry_run else group:
@@ -167,7 +169,7 @@ def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str]
     return retired, ""
 
 
-def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
+def _look(store: NodeStore, directory: str, used_by: str = "") -> list[StoredData]:
     """Return what is in an area or entry, which may be removed meanwhile."""
     try:
         names = sorted(os.listdir(directory))
@@ -175,7 +177,7 @@ def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
         return []
     owner = store.owner_of(directory)
     job, key = job_of(directory), os.path.basename(directory)
-    common = Staged(
+    common = StoredData(
         store.base,
         directory,
         key.partition("@")[0] if job else DATA if store.is_entry(directory) else "",
@@ -195,7 +197,7 @@ def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
     return found
 
 
-def _described(staged: Staged) -> Staged:
+def _described(staged: StoredData) -> StoredData:
     """Add the manifest of data, and whether sizes and count are right."""
     manifest = published_manifest(staged.path)
     if manifest is None:

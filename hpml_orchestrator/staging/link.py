@@ -46,9 +46,9 @@ __all__ = [
     "SECRET_BYTES",
     "START",
     "BrokenLinkError",
+    "ChainPosition",
     "Link",
     "Listener",
-    "Place",
     "connect",
     "growing_pauses",
     "interface_address",
@@ -79,7 +79,7 @@ _NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route
 
 
 @dataclass(frozen=True)
-class Place:
+class ChainPosition:
     """A node's position among those that stage one thing, and the files by which they meet.
 
     Attributes:

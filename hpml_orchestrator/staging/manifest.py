@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from hpml_orchestrator.staging.hashing import Hashing
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import CopyPlan
 
 __all__ = [
     "Listing",
     "Manifest",
-    "Report",
+    "VerifyReport",
     "content_digest",
     "damage_path",
     "is_whole",
@@ -73,7 +73,7 @@ class Listing:
     symlinks: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: Plan, digests: list[bytes]) -> Listing:
+    def of(cls, plan: CopyPlan, digests: list[bytes]) -> Listing:
         """Return the listing of what a plan made."""
         return cls(
             [entry.path for entry in plan.files],
@@ -254,7 +254,7 @@ def is_whole(directory: str, manifest: Manifest) -> bool:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The result of a comparison.
 
     Attributes:
@@ -288,7 +288,7 @@ def verify(
     *,
     workers: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Report:
+) -> VerifyReport:
     """Compare published data, or the target of a job's link, with its manifest.
 
     Damaged data is marked, so that it is not used again and `clean` may remove it.
@@ -312,7 +312,7 @@ def verify(
         raise NotFoundError(f"{shown(path)} {what}", hint="`hpml stage ls` shows what is staged")
     listing = manifest.listing
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
-    report = Report(path, files=manifest.files, hashed=how is not None)
+    report = VerifyReport(path, files=manifest.files, hashed=how is not None)
     faulty = set()
     for name, fault in verify_tree(path, manifest):
         report.add(name, fault)
@@ -343,7 +343,7 @@ def _compare(
     numbers: list[int],
     how: Hashing,
     workers: int,
-    report: Report,
+    report: VerifyReport,
     should_stop: Callable[[], bool],
 ) -> None:
     """Read files and note those whose contents differ."""

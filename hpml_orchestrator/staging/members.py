@@ -12,7 +12,14 @@ import os
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown
-from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
+from hpml_orchestrator.staging.plan import (
+    DEEPEST,
+    CopyPlan,
+    HardLink,
+    Symlink,
+    TreeEntry,
+    link_fault,
+)
 
 __all__ = [
     "MOST_MEMBERS",
@@ -58,7 +65,7 @@ class Members:
     """
 
     def __init__(self, source: str, mtime_ns: int, *, outside_links: bool = False) -> None:
-        self.plan = Plan(source, Entry("", 0o755, mtime_ns))
+        self.plan = CopyPlan(source, TreeEntry("", 0o755, mtime_ns))
         self.problems = Problems(f"cannot unpack {shown(source)}")
         self.total_bytes = 0
         self._source = source
@@ -103,7 +110,7 @@ class Members:
             return False
         self._kinds[path] = _FILE
         self.total_bytes += size
-        self.plan.files.append(Entry(path, mode, _time(mtime_ns), size, size))
+        self.plan.files.append(TreeEntry(path, mode, _time(mtime_ns), size, size))
         return True
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:
@@ -112,12 +119,12 @@ class Members:
             path = plain_name(name)
             there = self._kinds.get(path)
             if there == _DIRECTORY:
-                self._again(Entry(path, mode, _time(mtime_ns)))
+                self._again(TreeEntry(path, mode, _time(mtime_ns)))
                 return
             if there is not None:
                 raise RefusedError("is in the archive twice", _TWICE)
             self._below(path)
-            self._add_directory(Entry(path, mode, _time(mtime_ns)))
+            self._add_directory(TreeEntry(path, mode, _time(mtime_ns)))
         except RefusedError as error:
             self.problems.add(name, str(error), hint=error.hint)
 
@@ -185,7 +192,7 @@ class Members:
                 above = os.path.dirname(above)
             self._check_directory(above)
             for name in reversed(missing):
-                self._add_directory(Entry(name, 0o755, self.plan.top.mtime_ns))
+                self._add_directory(TreeEntry(name, 0o755, self.plan.top.mtime_ns))
         self._check_directory(parent)
         self._parent = parent
 
@@ -193,13 +200,13 @@ class Members:
         if self._kinds[path] != _DIRECTORY:
             raise RefusedError(f"is below {shown(path)}, which is not a directory")
 
-    def _again(self, entry: Entry) -> None:
+    def _again(self, entry: TreeEntry) -> None:
         if entry.path:
             self.plan.directories[self._at[entry.path]] = entry
         else:
             self.plan.top = entry
 
-    def _add_directory(self, entry: Entry) -> None:
+    def _add_directory(self, entry: TreeEntry) -> None:
         self._kinds[entry.path] = _DIRECTORY
         self._at[entry.path] = len(self.plan.directories)
         self.plan.directories.append(entry)

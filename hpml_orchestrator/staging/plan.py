@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEEPEST",
     "NO_FILE",
-    "Entry",
-    "Plan",
+    "CopyPlan",
+    "TreeEntry",
     "data_ranges",
     "link_fault",
     "scan_file",
@@ -51,7 +51,7 @@ _STAGER_BYTES_PER_FILE = 650  # of Python, while a million files of short names 
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
-class Entry(NamedTuple):
+class TreeEntry(NamedTuple):
     """A directory or a regular file; `path` is relative to the top, `stored` without holes."""
 
     path: str
@@ -78,7 +78,7 @@ class Symlink(NamedTuple):
 
 
 @dataclass
-class Plan:
+class CopyPlan:
     """Everything that will be made below one directory.
 
     Attributes:
@@ -92,9 +92,9 @@ class Plan:
     """
 
     source_root: str
-    top: Entry
-    directories: list[Entry] = field(default_factory=list)
-    files: list[Entry] = field(default_factory=list)
+    top: TreeEntry
+    directories: list[TreeEntry] = field(default_factory=list)
+    files: list[TreeEntry] = field(default_factory=list)
     hard_links: list[HardLink] = field(default_factory=list)
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class _Looker:
         return rows
 
 
-def scan_file(source: str, retry: Retry) -> Plan:
+def scan_file(source: str, retry: Retry) -> CopyPlan:
     """Plan a directory that holds one file by the name that the source has.
 
     Raises:
@@ -241,7 +241,7 @@ def scan_file(source: str, retry: Retry) -> Plan:
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     name, origin = os.path.basename(source), os.path.basename(real)
-    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns), label=source)
+    plan = CopyPlan(os.path.dirname(real), TreeEntry("", 0o755, info.st_mtime_ns), label=source)
     plan.files.append(_file_entry(name, real, info))
     plan.origins[name] = origin
     return plan
@@ -255,7 +255,7 @@ def scan_tree(
     outside_links: bool = False,
     rate: float = 0.0,
     problems: Problems | None = None,
-) -> Plan:
+) -> CopyPlan:
     """Plan a copy of everything below a directory.
 
     Args:
@@ -274,7 +274,7 @@ def scan_tree(
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
-    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
+    plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns))
     is_strict = problems is None
     problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
@@ -293,9 +293,9 @@ def scan_tree(
                 kind = mode & _S_IFMT
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
                     size, inode = found.st_size, found.st_ino
-                    plan.files.append(Entry(path, mode, found.st_mtime_ns, size, size, inode))
+                    plan.files.append(TreeEntry(path, mode, found.st_mtime_ns, size, size, inode))
                 elif kind == _S_IFDIR:
-                    plan.directories.append(Entry(path, mode, found.st_mtime_ns))
+                    plan.directories.append(TreeEntry(path, mode, found.st_mtime_ns))
                     below.append(path)
                 else:
                     _add(plan, path, found, first_names, problems, outside_links=outside_links)
@@ -306,7 +306,7 @@ def scan_tree(
 
 
 def _add(
-    plan: Plan,
+    plan: CopyPlan,
     path: str,
     info: os.stat_result,
     first_names: dict[tuple[int, int], str],
@@ -383,7 +383,7 @@ def has_holes(info: os.stat_result) -> bool:
     return info.st_blocks * _STAT_BLOCK_BYTES < info.st_size
 
 
-def _file_entry(path: str, full: str, info: os.stat_result) -> Entry:
+def _file_entry(path: str, full: str, info: os.stat_result) -> TreeEntry:
     stored = info.st_size
     if has_holes(info):
         fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -391,4 +391,4 @@ def _file_entry(path: str, full: str, info: os.stat_result) -> Entry:
             stored = sum(end - start for start, end in data_ranges(fd, info.st_size))
         finally:
             os.close(fd)
-    return Entry(path, info.st_mode, info.st_mtime_ns, info.st_size, stored, info.st_ino)
+    return TreeEntry(path, info.st_mode, info.st_mtime_ns, info.st_size, stored, info.st_ino)

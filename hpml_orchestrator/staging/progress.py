@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.staging.plan import Entry
+    from hpml_orchestrator.staging.plan import TreeEntry
 
 __all__ = [
     "FILE_COST_BYTES",
-    "Batch",
+    "CopyProgress",
+    "FileRange",
     "OnProgress",
-    "Progress",
     "Tally",
     "share_out",
 ]
@@ -36,7 +36,7 @@ _FEWEST_FILES = 4
 _REPORT_SECONDS = 0.2
 
 
-class Progress:
+class CopyProgress:
     """Counts bytes and files of one copy; safe from several threads."""
 
     def __init__(
@@ -76,14 +76,14 @@ class Progress:
             self._tell(self._bytes, self._files, self._bytes_total, self._files_total)
 
 
-class Batch(NamedTuple):
+class FileRange(NamedTuple):
     """Files `first` to before `last`."""
 
     first: int
     last: int
 
 
-def share_out(files: Sequence[Entry], workers: int, *, streams: int = 1) -> list[Batch]:
+def share_out(files: Sequence[TreeEntry], workers: int, *, streams: int = 1) -> list[FileRange]:
     """Divide files into batches of like effort.
 
     Args:
@@ -101,10 +101,10 @@ def share_out(files: Sequence[Entry], workers: int, *, streams: int = 1) -> list
     for number, entry in enumerate(files):
         cost += entry.size + FILE_COST_BYTES
         if cost >= most:
-            found.append(Batch(first, number + 1))
+            found.append(FileRange(first, number + 1))
             first, cost = number + 1, 0
     if first < len(files):
-        found.append(Batch(first, len(files)))
+        found.append(FileRange(first, len(files)))
     each = -(-len(found) // streams)
     return [one for at in range(each) for one in found[at::each]]
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
 
-__all__ = ["BLOCK_BYTES", "Reader", "Source", "TreeSource"]
+__all__ = ["BLOCK_BYTES", "Source", "SourceReader", "TreeSource"]
 
 BLOCK_BYTES = 1 << 20
 """What is read, hashed and written at a time: larger blocks leave the cache of a core."""
@@ -44,7 +44,7 @@ class Source(Protocol):
     kind: str
     ordered: bool
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Look at everything once and say what will be made; nothing is written.
 
         Raises:
@@ -52,14 +52,14 @@ class Source(Protocol):
             OSError: the source itself cannot be read.
         """
 
-    def reader(self, plan: Plan) -> Reader:
+    def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading; called in the worker, after the fork."""
 
     def close(self) -> None:
         """Close what is open; called once at the end, also after errors."""
 
 
-class Reader(Protocol):
+class SourceReader(Protocol):
     """Reads the files of a plan; one per worker, called by several of its threads at once."""
 
     def read(self, number: int) -> Iterator[Buffer]:
@@ -105,14 +105,14 @@ class TreeSource:
         self._outside_links = outside_links
         self._rate = rate
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Look at the tree."""
         if self.kind == "file":
             return scan_file(self._path, self._retry)
         links = self._outside_links
         return scan_tree(self._path, self._retry, outside_links=links, rate=self._rate)
 
-    def reader(self, plan: Plan) -> Reader:
+    def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading."""
         return _TreeReader(plan, self._retry)
 
@@ -123,7 +123,7 @@ class TreeSource:
 class _TreeReader:
     """Reads files of a directory, with few system calls for each."""
 
-    def __init__(self, plan: Plan, retry: Retry) -> None:
+    def __init__(self, plan: CopyPlan, retry: Retry) -> None:
         self._plan = plan
         self._retry = retry
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,13 +132,13 @@ class _TreeReader:
         self._local = threading.local()
 
     def read(self, number: int) -> Iterator[Buffer]:
-        """Yield a file; see `Reader`."""
+        """Yield a file; see `SourceReader`."""
         entry = self._plan.files[number]
         if entry.size <= BLOCK_BYTES and entry.stored == entry.size:
             return iter((self._whole(entry),))
         return self._blocks(entry)
 
-    def _open(self, entry: Entry) -> int:
+    def _open(self, entry: TreeEntry) -> int:
         origins = self._plan.origins
         path = origins.get(entry.path, entry.path) if origins else entry.path
         return os.open(path, _READ, dir_fd=self._top)
@@ -152,7 +152,7 @@ class _TreeReader:
             buffers = self._local.buffers = itertools.cycle(two)
         return next(buffers)
 
-    def _whole(self, entry: Entry) -> Buffer:
+    def _whole(self, entry: TreeEntry) -> Buffer:
         """Return a small file; one comparison with the plan, after reading, is enough."""
         size = entry.size
         view = self._buffer()[:size]
@@ -173,7 +173,7 @@ class _TreeReader:
             os.close(fd)
         return view
 
-    def _blocks(self, entry: Entry) -> Iterator[Buffer]:
+    def _blocks(self, entry: TreeEntry) -> Iterator[Buffer]:
         """Yield a file block by block, and zeros for its holes."""
         fd = self._open(entry)
         try:
@@ -204,7 +204,7 @@ class _TreeReader:
         os.close(self._top)
 
 
-def _check_same(entry: Entry, info: os.stat_result) -> None:
+def _check_same(entry: TreeEntry, info: os.stat_result) -> None:
     """Refuse a source file that has changed since it was planned.
 
     Raises:

@@ -198,7 +198,7 @@ def room_without(room: Room, directories: list[str]) -> Room:
     return replace(room, bytes=room.bytes + sum(one.taken_bytes for one in held), inodes=inodes)
 
 
-class Usage(NamedTuple):
+class DirectoryUsage(NamedTuple):
     """What a directory holds, and what it takes on its file system.
 
     Attributes:
@@ -214,7 +214,7 @@ class Usage(NamedTuple):
     inodes: int
 
 
-def usage(directory: str) -> Usage:
+def usage(directory: str) -> DirectoryUsage:
     """Return what a directory holds and takes; what is removed meanwhile may be missing."""
     size = files = taken = 0
     inodes = set()
@@ -228,7 +228,7 @@ def usage(directory: str) -> Usage:
                     inodes.add(info.st_ino)
                     size += info.st_size * is_file
                     taken += info.st_blocks * _STAT_BLOCK_BYTES
-    return Usage(size, files, taken, len(inodes) + 1)
+    return DirectoryUsage(size, files, taken, len(inodes) + 1)
 
 
 def check_room(need: Need, room: Room, *, name: str, where: str) -> None:

@@ -21,7 +21,7 @@ from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, StagingStopped, request_error, shown, why
 from hpml_orchestrator.staging.files import BusyError, NameLock, remove_tree
 from hpml_orchestrator.staging.manifest import damage_path, manifest_path, published_manifest
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
 from hpml_orchestrator.staging.space import (
     Need,
@@ -37,7 +37,7 @@ from hpml_orchestrator.staging.supply import SOURCE_KEY, LocalSupply, Supply, op
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.staging.area import Entry
+    from hpml_orchestrator.staging.area import StoreEntry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
 
@@ -88,7 +88,7 @@ class CopyStager:
         self._room = room
         self.options = options or CopyOptions()
         self._areas: dict[str, JobArea] = {}
-        self._leases: dict[str, Entry] = {}
+        self._leases: dict[str, StoreEntry] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._evicted: list[str] = []
 
@@ -291,7 +291,7 @@ class CopyStager:
     def _copy(self, supply: Supply, directory: str, locks: tuple[NameLock, ...]) -> Manifest:
         """Copy to a hidden name, and rename."""
         plan = supply.plan()
-        progress = Progress(functools.partial(self._report, locks))
+        progress = CopyProgress(functools.partial(self._report, locks))
         progress.expect(plan.bytes, len(plan.files))
         target = f"{directory}/{DATA}"
         partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
@@ -401,7 +401,7 @@ class CopyStager:
         source = open_source(request, self._retry, most, opens_per_second=rate)
         return LocalSupply(request, source, self.options)
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: StoreEntry) -> None:
         """Keep one lease per entry."""
         if entry.path in self._leases:
             entry.release()

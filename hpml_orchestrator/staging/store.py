@@ -61,7 +61,7 @@ __all__ = [
     "MARKER",
     "OWNER",
     "PARTIAL",
-    "Store",
+    "NodeStore",
     "as_staging_error",
     "base_above",
     "job_of",
@@ -112,7 +112,7 @@ def whole(data: str) -> Manifest | None:
     return manifest if manifest is not None and is_whole(data, manifest) else None
 
 
-class Store:
+class NodeStore:
     """The directory `{base}/hpml-{uid}`.
 
     Args:

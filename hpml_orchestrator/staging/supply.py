@@ -19,8 +19,8 @@ from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.progress import CopyProgress
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Source
 
@@ -80,12 +80,12 @@ class Supply(ABC):
         """The source's kind, as in the manifest."""
 
     @abstractmethod
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Return what will be made; the source is looked at once, and nothing is written."""
 
     @abstractmethod
     def fill(
-        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Make all of the plan in an empty directory; return the digests of its files.
 
@@ -178,7 +178,7 @@ class LocalSupply(Supply):
         super().__init__(request)
         self.source = source
         self._options = options or CopyOptions()
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._open = True
         self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
 
@@ -187,14 +187,14 @@ class LocalSupply(Supply):
         """The source's kind."""
         return self.source.kind
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Return what was found in the source at the first call."""
         if self._plan is None:
             self._plan = self.source.plan()
         return self._plan
 
     def fill(
-        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Copy or unpack it."""
         options = self._options

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.source import Reader
+    from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.source import SourceReader
 
 __all__ = ["ZipSource"]
 
@@ -74,7 +74,7 @@ class ZipSource:
     def _opened(self) -> IO[bytes]:
         return io.BufferedReader(ArchiveFile(self._path, self._retry, self._stamp), _BUFFER_BYTES)
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """Read the central directory; see `Source.plan`."""
         members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
         self._infos = []
@@ -173,13 +173,13 @@ class ZipSource:
                 hint="make or copy the archive again; `unzip -t` lists what is damaged",
             ) from error
 
-    def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the members are known since `plan`
+    def reader(self, plan: CopyPlan) -> SourceReader:  # noqa: ARG002 - the members are known since `plan`
         """Open for reading what `plan` returned: each worker has its own descriptor."""
         cast("zipfile.ZipFile", self._archive).fp = self._opened()
         return self
 
     def read(self, number: int) -> Iterator[Buffer]:
-        """Yield a file; see `Reader`."""
+        """Yield a file; see `SourceReader`."""
         return self._contents(self._infos[number])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.sweeps.batches import Batch, Task
     from hpml_orchestrator.sweeps.plan import SweepPlan
-    from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.rows import PointRow
     from hpml_orchestrator.sweeps.table import Table
 
 __all__ = ["Allowance", "allowance"]
@@ -77,7 +77,7 @@ def _affordable(
     unit: str,
     task: Task,
     out: Sequence[tuple[Batch, int]],
-    rows: Collection[Row],
+    rows: Collection[PointRow],
 ) -> tuple[int, str]:
     """Return how many such tasks the budget of GPU- or core-hours allows, and why no more."""
     budget = getattr(plan.spec.budget, f"{unit}_hours")

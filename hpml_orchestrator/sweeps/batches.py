@@ -33,7 +33,7 @@ from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.sweeps.plan import Point, directory_of, job_of, site_of
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -111,11 +111,11 @@ class Batch:
             return []
         return [index for index, task in enumerate(self.tasks) if task.key in keys]
 
-    def rows(self) -> dict[tuple[int, int], Row]:
+    def rows(self) -> dict[tuple[int, int], PointRow]:
         """Return the rows of its tasks before they have a state; none if it was refused."""
         state, job = ("PENDING", f"{self.job_id}_{{}}") if self.job_id else ("WAITING", "")
         return {
-            task.key: Row(
+            task.key: PointRow(
                 *task.key, f"{self.sid}.{index}", job.format(index), state, queued=self.created
             )
             for index, task in enumerate(() if self.refusal else self.tasks)

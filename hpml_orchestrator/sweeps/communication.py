@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import (
     CONFIDENCE,
     MIN_REPEATS,
@@ -80,7 +80,7 @@ class Communication:
     crossovers: tuple[Crossover, ...]
 
 
-def communication(rows: Iterable[Row]) -> Communication | None:
+def communication(rows: Iterable[PointRow]) -> Communication | None:
     """Compare the methods of communication that the runs of a sweep used.
 
     A run belongs to it if its result has `method`, `bytes_sent`, `comm_seconds`, `world_size` and

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Report, Setting
+from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.notices import other_work, timed_out, unequal
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
 from hpml_orchestrator.sweeps.wording import estimate_text
 
-__all__ = ["Comparison", "Pair", "compare"]
+__all__ = ["Pair", "SweepComparison", "compare"]
 
 _MOST_DOUBTS = 3
 _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
@@ -35,7 +35,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SweepComparison:
     """The differences between two sweeps, and whether they can be distinguished from noise."""
 
     version: int
@@ -47,14 +47,14 @@ class Comparison:
     costs: tuple[Costs, Costs]  # of all attempts, before and after
 
 
-def compare(before: Report, after: Report) -> Comparison:
+def compare(before: SweepFacts, after: SweepFacts) -> SweepComparison:
     """Compare two reports setting by setting: equal scales and values of the axes."""
     old, new = (
         {repr((one.scale, one.values)): one for one in report.settings if one.runs}
         for report in (before, after)
     )
     pairs = _judged([_pair(old.get(key), new.get(key)) for key in {**old, **new}])
-    return Comparison(
+    return SweepComparison(
         version=1,
         name=f"{before.name} and {after.name}",
         question=f"What changed from {before.id} to {after.id}?",
@@ -129,7 +129,7 @@ def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
     )
 
 
-def _notices(before: Report, after: Report) -> Iterable[Notice]:
+def _notices(before: SweepFacts, after: SweepFacts) -> Iterable[Notice]:
     old, new = (
         {name: report.provenance[name] for name in _CONDITIONS}
         | {f"sweep file, {name}": value for name, value in report.provenance["sweep file"].items()}

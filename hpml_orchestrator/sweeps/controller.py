@@ -27,8 +27,8 @@ from hpml_orchestrator.sweeps.allowance import allowance
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.rows import Row, row_of
-from hpml_orchestrator.sweeps.table import Progress, Table, read_mark
+from hpml_orchestrator.sweeps.rows import PointRow, row_of
+from hpml_orchestrator.sweeps.table import SweepProgress, Table, read_mark
 from hpml_orchestrator.sweeps.trial import stopped_reason
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Controller:
         self._batches: list[Batch] = []
         self._undecided: list[str] = []  # why, of each batch that may have a job
 
-    def tick(self) -> Progress:
+    def tick(self) -> SweepProgress:
         """Do one round: nothing waits, so that a round takes seconds.
 
         Raises:
@@ -189,7 +189,7 @@ class Controller:
         if not any(other.job_id for other in self._batches):
             self._stop(f"the scheduler refused the first jobs: {batch.refusal}")
         for key in keys:
-            self._table.end(Row(*key, state="REFUSED", reason=batch.refusal, over=True))
+            self._table.end(PointRow(*key, state="REFUSED", reason=batch.refusal, over=True))
 
     def _running(self) -> list[tuple[Batch, list[int]]]:
         """Return the batches with active tasks that have a job, and the indices of these tasks."""
@@ -338,7 +338,7 @@ class Controller:
         except SchedulerUnavailable as error:
             self._waits_for = str(error)
 
-    def _progress(self, waits_for: str) -> Progress:
+    def _progress(self, waits_for: str) -> SweepProgress:
         """Return the progress of the sweep; on a cluster the next tick is due after 5 to 30 s."""
         seen, least = self._table.progress(waits_for), _LOOK_SECONDS[self._plan.backend]
         finished = seen.finished and not self._undecided

@@ -28,15 +28,15 @@ from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps.plan import (
     RESUMED,
-    Estimate,
     Point,
     Shape,
+    SweepEstimate,
     SweepPlan,
     point_of,
 )
 from hpml_orchestrator.sweeps.scaling import (
     SEED_ARGUMENTS,
-    Arguments,
+    ProgramArguments,
     base_batch,
     base_learning_rate,
     check_argument,
@@ -96,7 +96,7 @@ def make_plan(
         shapes=tuple(planner.shapes()),
         points=(),
         blocks=(),
-        estimate=Estimate(0, 0, 0, 0),
+        estimate=SweepEstimate(0, 0, 0, 0),
     )
     if not sweep.searches:
         plan = planner.with_points(plan)
@@ -131,7 +131,7 @@ class _Planner:
         self._fields = read_fields(sweep.base)  # once, however many shapes there are
         self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
         check_base(self.base, sweep.base)
-        self.arguments = Arguments(self.base.args)
+        self.arguments = ProgramArguments(self.base.args)
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}
         self._check_fields(sweep)
@@ -267,7 +267,7 @@ class _Planner:
 
     def _shape_settings(self, fixed: Mapping[str, object]) -> list[tuple[str, object]]:
         """Return the fields of a shape's job that differ from the base job's."""
-        settings, arguments = list(self._settings), Arguments(self.base.args)
+        settings, arguments = list(self._settings), ProgramArguments(self.base.args)
         for axis, value in fixed.items():
             if self.kinds.get(axis) == "field":
                 settings.append((axis, value))
@@ -403,7 +403,7 @@ class _Planner:
         whole = list(itertools.chain.from_iterable(blocks))
         return [whole] if whole else []
 
-    def estimate(self, plan: SweepPlan) -> Estimate:
+    def estimate(self, plan: SweepPlan) -> SweepEstimate:
         """Return what the sweep costs at most.
 
         Raises:
@@ -440,7 +440,7 @@ class _Planner:
                 value=budget.time,
                 hint="raise it, or lower resources.time",
             )
-        return Estimate(len(shapes), *map(sum, hours.values()))
+        return SweepEstimate(len(shapes), *map(sum, hours.values()))
 
 
 def _placeholders(keys: Mapping[str, str]) -> dict[str, str]:

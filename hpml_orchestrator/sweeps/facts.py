@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hpml_orchestrator.spec.sweep import SEARCHES
 from hpml_orchestrator.sweeps.communication import Communication
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = [
@@ -17,13 +17,13 @@ __all__ = [
     "NOT_ATTEMPTED",
     "PARTS",
     "TIMED_OUT",
-    "Attempt",
     "Costs",
-    "Figure",
     "FittedModel",
     "Notice",
-    "Report",
+    "PointStart",
+    "RankedFigure",
     "Setting",
+    "SweepFacts",
     "Target",
 ]
 
@@ -47,13 +47,13 @@ PARTS = tuple(
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PointStart:
     """One start of a point, or a point that was never started: its row and its place."""
 
     setting: int  # number of its setting
     repeat: int
     seed: int | None  # that the program was given; None if the sweep gives it none
-    row: Row
+    row: PointRow
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Figure:
+class RankedFigure:
     """What settings are ranked by, and what speedups of a scaling sweep compare.
 
     Attributes:
@@ -174,7 +174,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Report:
+class SweepFacts:
     """The contents of a sweep's report."""
 
     version: int
@@ -183,12 +183,12 @@ class Report:
     mode: str
     unit: str
     baseline: int | None
-    figure: Figure
+    figure: RankedFigure
     accuracy_name: str  # what `accuracy` is: `test accuracy`, or what the program calls it
     mixed: str  # why no speedups are given, by rule 1 (equal batches), or empty
     states: Mapping[str, int]  # attempts, and points that were never attempted, by state
     settings: tuple[Setting, ...]
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[PointStart, ...]
     costs: Costs
     # Costs of attempts that are neither complete, nor pruned, nor continued; requeued starts
     # included

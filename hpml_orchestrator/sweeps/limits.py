@@ -18,7 +18,7 @@ from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_TASKS", "Limits", "is_limit", "max_array_size"]
+__all__ = ["MAX_TASKS", "SweepLimits", "is_limit", "max_array_size"]
 
 MAX_TASKS = 1000
 """Most tasks of one batch."""
@@ -43,7 +43,7 @@ def max_array_size(backend: str, environment: Mapping[str, str]) -> int:
 
 
 @dataclass
-class Limits:
+class SweepLimits:
     """What is known of the scheduler's limits."""
 
     array: int = 0  # most tasks of one array; 0 while not known

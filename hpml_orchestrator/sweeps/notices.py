@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from hpml_orchestrator.diagnosis.templates import percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, Report, Setting
+from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, distinguishable
 from hpml_orchestrator.sweeps.wording import (
@@ -79,7 +79,7 @@ def _differing(settings: Sequence[Setting], name: str) -> list[float]:
 
 
 def notices(
-    plan: SweepPlan, report: Report, *, aim: float | None, one_after_other: bool
+    plan: SweepPlan, report: SweepFacts, *, aim: float | None, one_after_other: bool
 ) -> Iterable[Notice]:
     """Return the warnings of a report, the most serious first.
 
@@ -129,7 +129,7 @@ def _tally(found: Counter[str], noun: str) -> tuple[str, ...]:
     return tuple(f"{text}: {counted(n, noun)}" for text, n in found.most_common(_MOST_DETAILS))
 
 
-def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
+def _deviations(plan: SweepPlan, report: SweepFacts) -> Iterable[Notice]:
     """Return where runs were placed or trained in another way than planned."""
     complete = f"of {report.states.get(MEASURED, 0)} complete runs"
     if many := [one for one in report.settings if one.oversubscribed]:
@@ -173,7 +173,7 @@ def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
         yield Notice("Different steps", text)
 
 
-def _targets(plan: SweepPlan, report: Report, aim: float | None) -> Iterable[Notice]:
+def _targets(plan: SweepPlan, report: SweepFacts, aim: float | None) -> Iterable[Notice]:
     """Return where times to accuracy are not those to the target of the sweep file."""
     rows = [attempt.row for attempt in report.attempts]
     told = sorted({row.target_accuracy for row in rows if row.target_accuracy is not None})

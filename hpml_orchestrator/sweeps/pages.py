@@ -14,16 +14,16 @@ from pydantic import TypeAdapter
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.sweeps import plots
-from hpml_orchestrator.sweeps.compare import Comparison
-from hpml_orchestrator.sweeps.facts import Report
+from hpml_orchestrator.sweeps.compare import SweepComparison
+from hpml_orchestrator.sweeps.facts import SweepFacts
 from hpml_orchestrator.sweeps.wording import environment
 
 __all__ = ["to_html", "to_json", "to_markdown"]
 
 
-def to_html(document: Report | Comparison) -> str:
+def to_html(document: SweepFacts | SweepComparison) -> str:
     """Return a self-contained page for light and dark screens, phones and paper."""
-    drawn = plots.draw(document) if isinstance(document, Report) else []
+    drawn = plots.draw(document) if isinstance(document, SweepFacts) else []
     page = environment("html").get_template("page.html.j2")
     return page.render(
         title=f"{document.name}: {document.question}",
@@ -32,17 +32,17 @@ def to_html(document: Report | Comparison) -> str:
     )
 
 
-def to_markdown(document: Report | Comparison) -> str:
+def to_markdown(document: SweepFacts | SweepComparison) -> str:
     """Return the same facts as Markdown, without the plots."""
     text = re.sub(r"[ \t]+\n", "\n", _body("md", document, []))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def to_json(document: Report | Comparison) -> dict[str, Any]:
+def to_json(document: SweepFacts | SweepComparison) -> dict[str, Any]:
     """Return all facts as JSON values; an infinite number becomes null."""
     return dict(json.loads(TypeAdapter(type(document)).dump_json(document)))
 
 
-def _body(form: str, document: Report | Comparison, drawn: Sequence[plots.Plot]) -> str:
-    name = "report" if isinstance(document, Report) else "comparison"
+def _body(form: str, document: SweepFacts | SweepComparison, drawn: Sequence[plots.Plot]) -> str:
+    name = "report" if isinstance(document, SweepFacts) else "comparison"
     return environment(form).get_template(f"{name}.j2").render({name: document}, plots=drawn)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESUMED",
-    "Estimate",
     "Point",
     "Shape",
+    "SweepEstimate",
     "SweepPlan",
     "Trial",
     "check_extra",
@@ -111,7 +111,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SweepEstimate:
     """What the whole sweep costs at most: every point until its time limit, without retries."""
 
     points: int
@@ -156,7 +156,7 @@ class SweepPlan:
     points: tuple[Point, ...]  # those of a search are in its batches
     # Numbers of the points that are submitted together, in order of submission
     blocks: tuple[tuple[int, ...], ...]
-    estimate: Estimate  # the most that it may cost
+    estimate: SweepEstimate  # the most that it may cost
     # Decisions of the planner, such as which argument is the batch size
     notes: tuple[str, ...] = ()
     cluster: str = ""  # the Slurm cluster; empty if unknown

@@ -25,7 +25,7 @@ from matplotlib.typing import ColorType
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.diagnosis.templates import number
-from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report
+from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, SweepFacts
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
 from hpml_orchestrator.sweeps.wording import axis_text, scale_text
 
@@ -63,7 +63,7 @@ class Plot:
     svg: str
 
 
-def draw(report: Report) -> list[Plot]:
+def draw(report: SweepFacts) -> list[Plot]:
     """Return the plots that the data of a report allow, in the order of the page."""
     kinds = (_speedups, _phases, _accuracies) if report.scaling else (_trace, _axes)
     with style.context([_FOLDER / "plots.mplstyle", _RC]):
@@ -95,7 +95,7 @@ def _dots(axis: Axes, x: Sequence[float], y: Sequence[float], colour: ColorType)
     axis.scatter(x, y, s=5 if many else 12, c=colour, alpha=0.45, linewidths=0, rasterized=many)
 
 
-def _speedups(report: Report) -> Iterable[_Drawn]:
+def _speedups(report: SweepFacts) -> Iterable[_Drawn]:
     """Draw speedup and efficiency over the scales, with the ideal and the fits."""
     power = 1 if report.figure.maximize else -1
     bases = {one.series: one for one in report.settings if one.scale == report.baseline}
@@ -130,7 +130,7 @@ def _speedups(report: Report) -> Iterable[_Drawn]:
         yield "efficiency", "Parallel efficiency", figure
 
 
-def _accuracies(report: Report) -> Iterable[_Drawn]:
+def _accuracies(report: SweepFacts) -> Iterable[_Drawn]:
     """Draw accuracy and time to accuracy over the scales."""
     accuracies = {
         one.number: (one.accuracy, one.samples["accuracy"])
@@ -150,7 +150,7 @@ def _accuracies(report: Report) -> Iterable[_Drawn]:
         yield "target", "Time to accuracy", figure
 
 
-def _over_scales(report: Report, label: str, points: _Points) -> Iterable[tuple[Figure, Axes]]:
+def _over_scales(report: SweepFacts, label: str, points: _Points) -> Iterable[tuple[Figure, Axes]]:
     """Yield a plot of runs and medians with intervals over the scales; one point needs none.
 
     Each series has a colour; what had more ranks than cores is grey.
@@ -192,7 +192,7 @@ def _over_scales(report: Report, label: str, points: _Points) -> Iterable[tuple[
     yield figure, axis
 
 
-def _phases(report: Report) -> Iterable[_Drawn]:
+def _phases(report: SweepFacts) -> Iterable[_Drawn]:
     """Draw what the mean total of each setting consists of."""
     settings = [one for one in report.settings if one.phases][:_MOST_BARS]
     if not settings:
@@ -215,7 +215,7 @@ def _phases(report: Report) -> Iterable[_Drawn]:
     yield "phases", "Where the time goes", figure
 
 
-def _trace(report: Report) -> Iterable[_Drawn]:
+def _trace(report: SweepFacts) -> Iterable[_Drawn]:
     """Draw the best figure so far of a search."""
     rows = [attempt.row for attempt in report.attempts if attempt.row.state == MEASURED]
     found = [(row.point, row.metric) for row in rows if row.metric is not None]
@@ -233,7 +233,7 @@ def _trace(report: Report) -> Iterable[_Drawn]:
         yield "trace", "Best so far", figure
 
 
-def _axes(report: Report) -> Iterable[_Drawn]:
+def _axes(report: SweepFacts) -> Iterable[_Drawn]:
     """Draw the figure against each axis: every setting, and the median of each listed value."""
     settings = [one for one in report.settings if one.figure]
     names = list(dict.fromkeys(name for one in settings for name in one.values))

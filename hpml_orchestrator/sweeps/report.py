@@ -26,15 +26,15 @@ from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
     TIMED_OUT,
-    Attempt,
     Costs,
-    Figure,
     FittedModel,
-    Report,
+    PointStart,
+    RankedFigure,
     Setting,
+    SweepFacts,
 )
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
 from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
@@ -47,7 +47,7 @@ _SCALES_OF_USL = 5
 _LACK_OF_FIT = 0.05  # highest p-value of a curve that does not fit
 
 
-def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
+def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
     """Return the report of a sweep, of an unfinished one too.
 
     Args:
@@ -56,10 +56,10 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     """
     rows = [start for row in rows for start in _starts(row)]
     points = {point.number: point for point in plan.points}
-    waiting = [Row(number) for number in points.keys() - {row.point for row in rows}]
+    waiting = [PointRow(number) for number in points.keys() - {row.point for row in rows}]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
     series: dict[str, int] = {}
-    groups: dict[tuple[int, int], list[tuple[Point, Row]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[tuple[Point, PointRow]]] = defaultdict(list)
     for row in ordered:  # a search may have rows of batches that the caller does not know
         point = points.get(row.point) or Point(row.point, 0, values={"trial": row.point})
         place = series.setdefault(repr(point.values), len(series))
@@ -69,11 +69,13 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
     figure, aim = _figure(plan, rows, named), aim_of(plan, rows)
     settings: list[Setting] = []
-    attempts: list[Attempt] = []
+    attempts: list[PointStart] = []
     for number, key in enumerate(sorted(groups)):
         settings.append(_setting(plan, number, groups[key], figure, aim))
         attempts += [
-            Attempt(number, point.repeat, point.seed if "seed" in plan.placeholders else None, row)
+            PointStart(
+                number, point.repeat, point.seed if "seed" in plan.placeholders else None, row
+            )
             for point, row in groups[key]
         ]
     mixed = notices.mixed_batches(plan.mode, settings)
@@ -81,7 +83,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         for find in (_doubted, *([] if mixed else [_compared])):
             bases = {one.series: one for one in settings if one.scale == plan.baseline}
             settings = [find(one, bases.get(one.series), plan) for one in settings]
-    report = Report(
+    report = SweepFacts(
         version=1,
         id=plan.id,
         name=plan.name,
@@ -117,11 +119,11 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     return replace(report, checks=wording.checklist(report))
 
 
-def _complete(row: Row) -> bool:
+def _complete(row: PointRow) -> bool:
     return row.state == MEASURED and bool(row.total_seconds)
 
 
-def _starts(row: Row) -> Iterable[Row]:
+def _starts(row: PointRow) -> Iterable[PointRow]:
     """Yield a row for each start that was requeued within this one, then one for the last."""
     ended = row.ended or row.started or 0.0
     whole = math.fsum(start["seconds"] for start in row.requeued) + ended - (row.started or ended)
@@ -129,7 +131,7 @@ def _starts(row: Row) -> Iterable[Row]:
     for start in row.requeued:
         share = start["seconds"] / whole if whole > 0 else 0.0
         left -= share
-        yield Row(
+        yield PointRow(
             row.point,
             row.start,
             run=row.run,
@@ -160,36 +162,38 @@ def _in_blocks(plan: SweepPlan) -> bool:
     return interleaved and plan.mode in ("strong", "weak")
 
 
-def _figure(plan: SweepPlan, rows: Sequence[Row], accuracy_name: str) -> Figure:
+def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> RankedFigure:
     """Return what ranks settings: of a scaling sweep the time or the rate, else the metric.
 
     A grid whose file names no metric, and whose runs reported none, is ranked by accuracy. It is
     never ranked by time: its runs share nodes, and disturb each other.
     """
     complete = [row for row in rows if _complete(row)]
-    time = Figure("total_seconds", "total time", "s", maximize=False)
+    time = RankedFigure("total_seconds", "total time", "s", maximize=False)
     if plan.mode == "strong":
         return time
     if plan.mode == "weak":
         if all(_work(row) for row in complete):
             name = "samples per second of the total time"
-            return Figure("rate", name, "samples/s", maximize=True)
-        return Figure("samples_per_second", "steady samples per second", "samples/s", maximize=True)
+            return RankedFigure("rate", name, "samples/s", maximize=True)
+        return RankedFigure(
+            "samples_per_second", "steady samples per second", "samples/s", maximize=True
+        )
     search = plan.spec.search
     chosen = plan.mode in SEARCHES or search.metric != Search().metric or not complete
     if chosen or any(row.metric is not None for row in complete):
         maximize = search.direction == "maximize"
-        return Figure("metric", search.metric, "", maximize=maximize)
+        return RankedFigure("metric", search.metric, "", maximize=maximize)
     if any(row.accuracy is not None for row in complete):
-        return Figure("accuracy", accuracy_name, "", maximize=True)
-    return Figure("metric", search.metric, "", maximize=search.direction == "maximize")
+        return RankedFigure("accuracy", accuracy_name, "", maximize=True)
+    return RankedFigure("metric", search.metric, "", maximize=search.direction == "maximize")
 
 
 def _setting(
     plan: SweepPlan,
     number: int,
-    pairs: Sequence[tuple[Point, Row]],
-    figure: Figure,
+    pairs: Sequence[tuple[Point, PointRow]],
+    figure: RankedFigure,
     aim: float | None,
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
@@ -246,7 +250,7 @@ def _setting(
     )
 
 
-def _values(runs: Sequence[Row], figure: Figure) -> list[float | None]:
+def _values(runs: Sequence[PointRow], figure: RankedFigure) -> list[float | None]:
     """Return what settings are ranked by, for each run."""
     if figure.source == "rate":
         return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
@@ -267,7 +271,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _work(row: Row) -> float | None:
+def _work(row: PointRow) -> float | None:
     """Return how many samples a run trained with; None if it did not report batch and steps."""
     if row.steps and row.batch_global:
         return row.steps * row.batch_global
@@ -275,7 +279,7 @@ def _work(row: Row) -> float | None:
     return images * row.epochs if images and row.epochs else None
 
 
-def _ran(pairs: Sequence[tuple[Point, Row]]) -> dict[str, tuple[float, ...]]:
+def _ran(pairs: Sequence[tuple[Point, PointRow]]) -> dict[str, tuple[float, ...]]:
     """Return the batch sizes, learning rates and lengths of runs: as reported, else as planned."""
     names = ("batch_global", "batch_per_rank", "learning_rate", "steps", "epochs")
     found: dict[str, set[float]] = {name: set() for name in names}
@@ -285,13 +289,13 @@ def _ran(pairs: Sequence[tuple[Point, Row]]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(sorted(values)) for name, values in found.items()}
 
 
-def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
+def _mean_phases(runs: Sequence[PointRow]) -> dict[str, float]:
     divided = [_parts(row) for row in runs]
     names = [name for name in PARTS if any(name in parts for parts in divided)]
     return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
 
 
-def _parts(row: Row) -> dict[str, float]:
+def _parts(row: PointRow) -> dict[str, float]:
     """Return the seconds of a run by `PARTS`; they add up to its total."""
     phases = row.phases
     inner = {name: phases.get(name, 0.0) for name in ("evaluation", "checkpoint")}
@@ -358,7 +362,7 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
     return Estimate(models.karp_flatt(speedup.value, scale), speedup.n, interval)
 
 
-def _ranked(report: Report, *, paired: bool) -> Report:
+def _ranked(report: SweepFacts, *, paired: bool) -> SweepFacts:
     """Return the report with its best setting, and which are not distinguishable from it."""
     if not report.ranked:
         return report
@@ -383,7 +387,7 @@ def _ranked(report: Report, *, paired: bool) -> Report:
     return replace(report, settings=tuple(marked), best=best.number)
 
 
-def _fits(report: Report) -> Iterable[FittedModel]:
+def _fits(report: SweepFacts) -> Iterable[FittedModel]:
     """Fit the laws of scaling to each series with speedups at three scales or more, USL at five."""
     strong = report.mode == "strong"
     for series, settings in report.series.items():
@@ -439,7 +443,7 @@ def _misfit(p_value: float | None) -> Iterable[str]:
         yield "does not fit: it misses the scales by more than the runs scatter, do not build on it"
 
 
-def _costs(rows: Sequence[Row]) -> Costs:
+def _costs(rows: Sequence[PointRow]) -> Costs:
     energies = [row.energy_kwh for row in rows if row.energy_kwh is not None]
     return Costs(
         gpu_hours=math.fsum(row.gpu_hours for row in rows),
@@ -451,7 +455,7 @@ def _costs(rows: Sequence[Row]) -> Costs:
     )
 
 
-def _provenance(plan: SweepPlan, rows: Sequence[Row]) -> dict[str, object]:
+def _provenance(plan: SweepPlan, rows: Sequence[PointRow]) -> dict[str, object]:
     """Return where the figures come from; a list has one entry per value that occurred."""
     moments = [moment for row in rows for moment in (row.started, row.ended) if moment]
     sweep = plan.spec

@@ -18,7 +18,7 @@ from hpml_orchestrator.sweeps.table import Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.sweeps.facts import Report
+    from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
 __all__ = ["SweepReport", "read_report"]
@@ -32,7 +32,7 @@ class SweepReport(Page):
         answer: its result, in sentences.
     """
 
-    def __init__(self, facts: Report) -> None:
+    def __init__(self, facts: SweepFacts) -> None:
         self.facts = facts
         self.answer = facts.answer
 
@@ -59,7 +59,7 @@ def read_report(store: Store, plan: SweepPlan) -> SweepReport:
     return SweepReport(replace(facts, answer=(*facts.answer, held)) if held else facts)
 
 
-def _held_back(store: Store, facts: Report) -> str:
+def _held_back(store: Store, facts: SweepFacts) -> str:
     """Return what held back the median run of the best setting; empty if nothing was found."""
     runs = sorted(
         (one.row for one in facts.attempts if one.setting == facts.best and one.row.total_seconds),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["TEST_ACCURACIES", "Row", "row_of"]
+__all__ = ["TEST_ACCURACIES", "PointRow", "row_of"]
 
 TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 """Figures of a result that are the accuracy on data that the training does not see."""
@@ -44,7 +44,7 @@ Requeued: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class PointRow:
     """One start of a point; a retry makes another row. None and empty mean: not known.
 
     Times are seconds since the epoch. Hours are allocated, over the wall-clock time.
@@ -110,7 +110,7 @@ class Row:
     hardware: str = ""  # CPU and GPU models of the nodes
 
 
-def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:
+def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> PointRow:
     """Return the row of a start that is over, from its run's records and its task's last state.
 
     `key` has the numbers of the point and of the start.
@@ -149,7 +149,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     per_rank = whole.get("batch_size_per_rank")
     world = whole.get("world_size") or summary.world_size or None
     energy_kwh, gpu_active = _monitored(summary, attempts[:-1])
-    return Row(
+    return PointRow(
         *key,
         run=state.submission.label,
         job_id=state.job_id,

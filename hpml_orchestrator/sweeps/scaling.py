@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SEED_ARGUMENTS",
-    "Arguments",
+    "ProgramArguments",
     "base_batch",
     "base_learning_rate",
     "batch_argument",
@@ -44,7 +44,7 @@ _OPTION = re.compile(r"-[A-Za-z-]")  # and no negative number
 _GLOBAL_BATCH = "--global-batch-size --global_batch_size --total-batch-size".split()
 
 
-class Arguments:
+class ProgramArguments:
     """A program's arguments, as `--name=value`, `--name value` or `name=value`."""
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -128,7 +128,7 @@ def check_argument(job: Job, name: str, place: str) -> None:
         )
 
 
-def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
+def batch_argument(arguments: ProgramArguments) -> tuple[str, int, bool] | None:
     """Return a program's usual argument for the batch, its value, and whether all ranks share it.
 
     None if it has none, or no whole number above zero.
@@ -188,7 +188,7 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, objec
     return fields
 
 
-def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
+def with_batch(sweep: Sweep, arguments: ProgramArguments, base_ranks: int) -> Sweep:
     """Return the sweep with its batch size filled in; None if it has none.
 
     Raises:
@@ -269,7 +269,7 @@ def batch_of(
     return None if size % ranks else size // ranks, size
 
 
-def base_learning_rate(sweep: Sweep, arguments: Arguments, base_ranks: int) -> float | None:
+def base_learning_rate(sweep: Sweep, arguments: ProgramArguments, base_ranks: int) -> float | None:
     """Return the learning rate of the base job's optimiser, None if the sweep sets none.
 
     Raises:

@@ -32,7 +32,7 @@ from hpml_orchestrator.spec.problems import combined
 from hpml_orchestrator.spec.sweep import Range, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 
 __all__ = ["STUDY", "Searcher", "check_search", "open_search"]
 
@@ -119,7 +119,7 @@ class Searcher:
         )
         self._study_id = storage.get_study_id_from_name(plan.id)
 
-    def propose(self, rows: Sequence[Row], free: int) -> list[Point]:
+    def propose(self, rows: Sequence[PointRow], free: int) -> list[Point]:
         """Report the ended trials to the study, and return the next points.
 
         Points of unfinished trials that no row has are returned again, with the same values: a
@@ -162,7 +162,7 @@ class Searcher:
         return points[:free]
 
     def to_stop(
-        self, rows: Sequence[Row], evaluations: Mapping[int, Sequence[tuple[int, float]]]
+        self, rows: Sequence[PointRow], evaluations: Mapping[int, Sequence[tuple[int, float]]]
     ) -> set[int]:
         """Report evaluations to the study, and return the numbers of the points to stop early.
 
@@ -210,7 +210,7 @@ class Searcher:
             for n in range(count)
         ]
 
-    def _tell(self, rows: Sequence[Row]) -> None:
+    def _tell(self, rows: Sequence[PointRow]) -> None:
         """Finish the trials whose points are all over: the last start of each decides."""
         count = self._sweep.count
         starts = defaultdict(list)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json, write_text
-from hpml_orchestrator.sweeps.limits import Limits
+from hpml_orchestrator.sweeps.limits import SweepLimits
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["SUCCESS_STATES", "Progress", "Table", "read_mark"]
+__all__ = ["SUCCESS_STATES", "SweepProgress", "Table", "read_mark"]
 
 SUCCESS_STATES = ("COMPLETED", "PRUNED")
 """The states of points that ended well."""
 
-_EMPTY = vars(Row(-1))
+_EMPTY = vars(PointRow(-1))
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """The progress of a sweep."""
 
     counts: Mapping[str, int] = field(default_factory=dict)  # points by state of their last start
@@ -67,9 +67,9 @@ class Table:
 
     def __init__(self, store: Store, plan: SweepPlan) -> None:
         self.directory = directory_of(store, plan.id)
-        self.finished: dict[tuple[int, int], Row] = {}
-        self.active: dict[tuple[int, int], Row] = {}
-        self.limits, self.asked = Limits(), 0.0
+        self.finished: dict[tuple[int, int], PointRow] = {}
+        self.active: dict[tuple[int, int], PointRow] = {}
+        self.limits, self.asked = SweepLimits(), 0.0
         self._plan, self._saved = plan, self._state()
         self._offset, self._torn = 0, False
         self.read()
@@ -79,8 +79,8 @@ class Table:
         self._read_rows()
         state = read_mark(self.directory / "state.json")
         if state:
-            self.limits, self.asked = Limits(**state["limits"]), state["asked"]
-            rows = [Row(**row) for row in state["active"]]
+            self.limits, self.asked = SweepLimits(**state["limits"]), state["asked"]
+            rows = [PointRow(**row) for row in state["active"]]
             self.active = {(row.point, row.start): row for row in rows}
             self._saved = state
 
@@ -97,7 +97,7 @@ class Table:
         self._torn = end < len(text)
         for line in text[:end].splitlines():
             with contextlib.suppress(ValueError):
-                row = Row(**json.loads(line))
+                row = PointRow(**json.loads(line))
                 self.finished[row.point, row.start] = row
 
     def _state(self) -> Mapping[str, object]:
@@ -115,7 +115,7 @@ class Table:
             write_text(self.directory / "state.json", json.dumps(state))
             self._saved = state
 
-    def end(self, row: Row) -> None:
+    def end(self, row: PointRow) -> None:
         """Add the row of a start that is over."""
         line = json.dumps(vars(row), separators=(",", ":"), default=str)
         append_line(self.directory / "rows.jsonl", f"\n{line}" if self._torn else line)
@@ -145,22 +145,22 @@ class Table:
                 due.append((point, row.start + 1))
         return due
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PointRow]:
         """Return the rows of all starts, finished, active or waiting, by point and start."""
         stopped = self.stopped()
         found = {key: row for key, row in self.active.items() if row.job_id or not stopped}
         found |= self.finished
         if not stopped:
-            found |= {key: Row(*key) for key in self.retries()}
+            found |= {key: PointRow(*key) for key in self.retries()}
         for point in self._plan.points:
             key, reason = (point.number, 0), point.excluded or stopped
             if key not in found:
                 state = "EXCLUDED" if reason else "WAITING"
-                found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
+                found[key] = PointRow(*key, state=state, reason=reason, over=bool(reason))
         return [found[key] for key in sorted(found)]
 
-    def progress(self, waits_for: str = "") -> Progress:
-        """Return the progress as of the last tick; `waits_for` as in `Progress`."""
+    def progress(self, waits_for: str = "") -> SweepProgress:
+        """Return the progress as of the last tick; `waits_for` as in `SweepProgress`."""
         rows, stopped = self.rows(), self.stopped()
         last = {row.point: row for row in rows}
         planned = [row for row in last.values() if row.state != "EXCLUDED"]
@@ -170,7 +170,7 @@ class Table:
         done, total = sum(row.over for row in planned), max(trials, len(planned))
         ran = [(row.started, row.ended) for row in planned if row.started and row.ended]
         took = max(end for _, end in ran) - min(start for start, _ in ran) if ran else None
-        return Progress(
+        return SweepProgress(
             counts=dict(Counter(row.state for row in last.values())),
             done=done,
             total=total,

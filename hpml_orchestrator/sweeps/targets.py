@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, Target
 from hpml_orchestrator.sweeps.plan import SweepPlan
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 
 __all__ = ["aim_of", "target_of"]
 
 _LEAST_SECONDS = 1e-3  # times are above zero
 
 
-def aim_of(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
+def aim_of(plan: SweepPlan, rows: Sequence[PointRow]) -> float | None:
     """Return the accuracy to which times are reported, for which the runs have times.
 
     That is the sweep file's, else the one for which the program measured its times.
@@ -26,7 +26,7 @@ def aim_of(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
     return told.pop() if len(told) == 1 else None
 
 
-def target_of(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target | None:
+def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> Target | None:
     """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
     tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
     if aim is None:
@@ -54,7 +54,7 @@ def target_of(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target
     )
 
 
-def _is_timed(row: Row, aim: float) -> bool:
+def _is_timed(row: PointRow, aim: float) -> bool:
     """Return whether it is known when a run reached an accuracy, or that it did not.
 
     A run that was killed at its time limit without a word counts as one that did not.
@@ -63,7 +63,7 @@ def _is_timed(row: Row, aim: float) -> bool:
     return row.target_accuracy == aim or bool(row.evaluations) or silent
 
 
-def _seconds_to(row: Row, aim: float) -> float | None:
+def _seconds_to(row: PointRow, aim: float) -> float | None:
     if row.target_accuracy == aim:
         return row.seconds_to_accuracy
     times = (seconds for seconds, accuracy in row.evaluations if accuracy >= aim)

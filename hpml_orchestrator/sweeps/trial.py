@@ -23,8 +23,8 @@ from hpml_orchestrator.runs.tuned import job_of_run, refuse_unchangeable
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.spec.values import format_time, parse_time
-from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan, Trial
-from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments, check_base
+from hpml_orchestrator.sweeps.plan import Point, Shape, SweepEstimate, SweepPlan, Trial
+from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, ProgramArguments, check_base
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
 from hpml_orchestrator.sweeps.wording import accuracy_text
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
     from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Submission
-    from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.rows import PointRow
 
-__all__ = ["Outcome", "make_trial", "outcome", "sentences", "stopped_reason", "summary_lines"]
+__all__ = ["TrialOutcome", "make_trial", "outcome", "sentences", "stopped_reason", "summary_lines"]
 
 _AXIS = "job"
 _NAMES = _BEFORE, _AFTER = "original", "changed"
@@ -46,7 +46,7 @@ _TIMES = 3.0  # from this speedup on it is given as a factor
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What the runs of a trial showed."""
 
     planned: int  # pairs in the plan
@@ -97,8 +97,8 @@ def make_trial(
     changed = changed_job(original, chosen.fields)
     jobs = [_shortened(job, facts, seconds) for job in (original, changed)]
     placeholders = {}
-    seed = Arguments(jobs[0].args).first(SEED_ARGUMENTS)
-    if seed is not None and Arguments(jobs[1].args).value(seed) is not None:
+    seed = ProgramArguments(jobs[0].args).first(SEED_ARGUMENTS)
+    if seed is not None and ProgramArguments(jobs[1].args).value(seed) is not None:
         placeholders = {"seed": "seed"}
         jobs = [_with_seed(job, seed) for job in jobs]
     for job in jobs:
@@ -139,7 +139,7 @@ def make_trial(
         shapes=shapes,
         points=points,
         blocks=tuple((first, first + 1) for first in range(0, 2 * count, 2)),
-        estimate=Estimate(
+        estimate=SweepEstimate(
             len(points),
             *(
                 sum(getattr(shape, unit) * shape.seconds for shape in hours) / 3600
@@ -181,7 +181,7 @@ def _shortened(fields: Mapping[str, object], facts: Facts, seconds: float) -> Jo
 
 
 def _with_seed(job: Job, seed: str) -> Job:
-    arguments = Arguments(job.args)
+    arguments = ProgramArguments(job.args)
     arguments.set(seed, "{point.seed}")
     return job.model_copy(update={"args": arguments.words})
 
@@ -253,11 +253,11 @@ def _trial(plan: SweepPlan) -> Trial:
     return plan.trial
 
 
-def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
+def outcome(plan: SweepPlan, rows: Sequence[PointRow]) -> TrialOutcome:
     """Return what a trial showed so far."""
     points = {point.number: point for point in plan.points}
     last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
-    usable: dict[str, dict[int, Row]] = {name: {} for name in _NAMES}
+    usable: dict[str, dict[int, PointRow]] = {name: {} for name in _NAMES}
     failed: dict[str, tuple[int, str]] = {}
     for number, row in last.items():
         name = str(points[number].values[_AXIS])
@@ -279,7 +279,7 @@ def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
         )
         for pair in pairs
     ]
-    return Outcome(
+    return TrialOutcome(
         planned=plan.spec.count,
         pairs=len(pairs),
         speedup=speedup(*zip(*times, strict=True), paired=True) if times else None,
@@ -299,7 +299,9 @@ def stopped_reason(plan: SweepPlan) -> str:
     return f"{_STOPPED} {seconds_text(_trial(plan).seconds)} of training"
 
 
-def _medians(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, tuple[float, float]]]:
+def _medians(
+    pairs: Sequence[tuple[PointRow, PointRow]],
+) -> Iterator[tuple[str, tuple[float, float]]]:
     for name in ("samples_per_second", "data_wait_ratio", "setup_seconds", "accuracy"):
         both = [
             [_setup(row.phases) if name == "setup_seconds" else getattr(row, name) for row in rows]
@@ -309,7 +311,7 @@ def _medians(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, tuple[floa
             yield name, (median(both[0]), median(both[1]))
 
 
-def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
+def sentences(plan: SweepPlan, rows: Sequence[PointRow]) -> list[str]:
     """Return the answer of a trial: the speed in the first sentence, then what else changed."""
     found, trial = outcome(plan, rows), _trial(plan)
     lines = []
@@ -333,7 +335,7 @@ def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _speed_text(speed: Speedup, found: Outcome) -> str:
+def _speed_text(speed: Speedup, found: TrialOutcome) -> str:
     """Return how much faster the changed job is, such as `18% faster [15, 21] (6 pairs)`."""
     pairs = counted(found.pairs, "pair")
     ends, sign = speed.interval, 1 if speed.value >= 1 else -1
@@ -355,14 +357,14 @@ def _speed_text(speed: Speedup, found: Outcome) -> str:
     return f"The changed job is {text}"
 
 
-def _waits(found: Outcome) -> str:
+def _waits(found: TrialOutcome) -> str:
     if "data_wait_ratio" not in found.medians:
         return ""
     before, after = found.medians["data_wait_ratio"]
     return f", waiting for data {before:.0%} -> {after:.0%}"
 
 
-def _whole_run(found: Outcome, trial: Trial) -> Iterator[str]:
+def _whole_run(found: TrialOutcome, trial: Trial) -> Iterator[str]:
     """Yield the speed of a whole run, from that of shortened runs and the time before training."""
     if found.speedup is None:
         return
@@ -381,7 +383,7 @@ def _whole_run(found: Outcome, trial: Trial) -> Iterator[str]:
     yield f"{text}."
 
 
-def _accuracy(found: Outcome) -> str:
+def _accuracy(found: TrialOutcome) -> str:
     if found.whole and "accuracy" in found.medians:
         before, after = found.medians["accuracy"]
         name = found.accuracy_name

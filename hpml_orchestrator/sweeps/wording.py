@@ -23,8 +23,8 @@ from hpml_orchestrator.sweeps.facts import (
     PARTS,
     Costs,
     Notice,
-    Report,
     Setting,
+    SweepFacts,
 )
 from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
@@ -191,7 +191,7 @@ def value_text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def question(report: Report) -> str:
+def question(report: SweepFacts) -> str:
     """Return the question that the sweep asks, with the job's name."""
     job = report.name.removesuffix(f"-{report.mode}")
     tried = [one for one in report.settings if one.planned]
@@ -213,7 +213,7 @@ def question(report: Report) -> str:
     return f"Which {which} {job} the {direction} {report.figure.name}?"
 
 
-def answer(report: Report) -> Iterable[str]:
+def answer(report: SweepFacts) -> Iterable[str]:
     """Return the answer in a few sentences, if the data allow one."""
     doubtful = [one for one in report.settings if one.doubt and report.scaling]
     if not report.states.get(MEASURED):
@@ -250,7 +250,7 @@ def _be_all(settings: Sequence[Setting]) -> str:
     return f"{listed} {'are' if len(labels) > 1 else _be(settings[0])}"
 
 
-def _scaling(report: Report, best: Setting) -> Iterable[str]:
+def _scaling(report: SweepFacts, best: Setting) -> Iterable[str]:
     others = [one for one in report.ranked if one is not best]
     equal = [one.label for one in others if one.distinguishable is False]
     seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
@@ -286,7 +286,7 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
     yield _accuracies(report, best)
 
 
-def _no_gain(report: Report, best: Setting, others: Sequence[Setting]) -> Iterable[str]:
+def _no_gain(report: SweepFacts, best: Setting, others: Sequence[Setting]) -> Iterable[str]:
     """Return the answer if no scale is faster than the baseline: which ones are slower."""
     larger = [one for one in others if one.series == best.series and one.speedup]
     found: dict[str, list[Setting]] = {"same": [], "slower": [], "unsure": []}
@@ -316,7 +316,7 @@ def _no_gain(report: Report, best: Setting, others: Sequence[Setting]) -> Iterab
         yield from _limit(max(larger, key=lambda one: one.scale or 0), best.label)
 
 
-def _accuracies(report: Report, best: Setting) -> str:
+def _accuracies(report: SweepFacts, best: Setting) -> str:
     """Return the accuracies of the best scale and the baseline as a sentence."""
     base = next((one for one in report.series[best.series] if one.scale == report.baseline), best)
     shown = [best] if base is best else [best, base]
@@ -372,7 +372,7 @@ def _serial_comment(fraction: Estimate | None, baseline: str) -> str:
     return "; below 0 % means faster than ideal scaling" if high < 0 else ""
 
 
-def _ranking(report: Report, best: Setting) -> Iterable[str]:
+def _ranking(report: SweepFacts, best: Setting) -> Iterable[str]:
     unit = f" {report.figure.unit}" if report.figure.unit else ""
     text = (
         f"The best {report.figure.name} is {exact_text(best.figure)}{unit}, with {best.label} "
@@ -391,7 +391,7 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     yield f"{costs_text(report.costs)} went into {attempts_text(report.states)}."
 
 
-def _how_to_report(report: Report) -> str:
+def _how_to_report(report: SweepFacts) -> str:
     """Return what to do if no run has reported what the settings are ranked by."""
     reported = sorted({name for one in report.attempts for name in numbers(one.row.result)})
     name = report.figure.name
@@ -413,7 +413,7 @@ def _runs(setting: Setting) -> str:
     return f"{median}{counted(setting.runs, 'run')}{of_all}, {'' if interval else 'no '}95 % CI"
 
 
-def checklist(report: Report) -> tuple[Notice, ...]:
+def checklist(report: SweepFacts) -> tuple[Notice, ...]:
     """Return how the report answers each of the twelve ways to fool the masses.
 
     Source: Hoefler, "Twelve ways to fool the masses when reporting performance of deep learning

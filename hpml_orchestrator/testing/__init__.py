@@ -7,7 +7,7 @@ Killed          raised by a fault that simulates a killed hpml
 """
 
 from hpml_orchestrator.testing.clock import FakeClock
-from hpml_orchestrator.testing.runner import Call, FakeRunner
+from hpml_orchestrator.testing.runner import CommandCall, FakeRunner
 from hpml_orchestrator.testing.scheduler import FakeJob, FakeScheduler, Fault, Killed
 
-__all__ = ["Call", "FakeClock", "FakeJob", "FakeRunner", "FakeScheduler", "Fault", "Killed"]
+__all__ = ["CommandCall", "FakeClock", "FakeJob", "FakeRunner", "FakeScheduler", "Fault", "Killed"]

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Call", "FakeRunner"]
+__all__ = ["CommandCall", "FakeRunner"]
 
 Answer: TypeAlias = "Completed | BaseException"
 
 
 @dataclass(frozen=True)
-class Call:
+class CommandCall:
     """One command that was run."""
 
     argv: tuple[str, ...]
@@ -42,7 +42,7 @@ class FakeRunner:
 
     def __init__(self, answers: Mapping[str, Sequence[Answer]]) -> None:
         self._answers = {command: list(queue) for command, queue in answers.items()}
-        self.calls: list[Call] = []
+        self.calls: list[CommandCall] = []
 
     def count(self, command: str) -> int:
         """Return how often a command was run."""
@@ -50,7 +50,7 @@ class FakeRunner:
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
         """Answer from the table."""
-        return self._answer(Call(tuple(argv), dict(env), timeout))
+        return self._answer(CommandCall(tuple(argv), dict(env), timeout))
 
     def run_detached(
         self,
@@ -65,12 +65,12 @@ class FakeRunner:
         """Answer from the table, into the files."""
         stdout.write_bytes(b"")
         stderr.write_bytes(b"")
-        done = self._answer(Call(tuple(argv), dict(env), timeout, cwd))
+        done = self._answer(CommandCall(tuple(argv), dict(env), timeout, cwd))
         stdout.write_text(done.stdout, encoding="utf-8")
         stderr.write_text(done.stderr, encoding="utf-8")
         return done.returncode
 
-    def _answer(self, call: Call) -> Completed:
+    def _answer(self, call: CommandCall) -> Completed:
         self.calls.append(call)
         fitting = [key for key in self._answers if _begins(call.argv, key)]
         queue = self._answers[max(fitting, key=len)] if fitting else []

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "DeviceLocation",
     "Devices",
-    "Place",
     "assign_unplaced_cpus",
     "cores_of_groups",
     "cores_without_siblings",
@@ -151,7 +151,7 @@ def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Elem
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceLocation:
     """Where a device is."""
 
     address: str = ""  # PCI address; empty if unknown
@@ -170,7 +170,7 @@ class Devices:
 
     def add_gpu(
         self,
-        place: Place,
+        place: DeviceLocation,
         *,
         partition: int = 0,  # number among the partitions of this device
         number: int = CPUS_MAX,  # in the source's library
@@ -189,7 +189,7 @@ class Devices:
 
     def add_nic(
         self,
-        place: Place,
+        place: DeviceLocation,
         name: str,
         *,
         rdma: bool,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    DeviceLocation,
     Devices,
-    Place,
     assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
@@ -184,7 +184,7 @@ class _Reader:
                 devices.add_nic(place, name, rdma=rdma, kind=kind, vendor=vendor, virtual=virtual)
         return devices
 
-    def _place(self, device: ET.Element, domains: Sequence[Domain]) -> Place:
+    def _place(self, device: ET.Element, domains: Sequence[Domain]) -> DeviceLocation:
         """Return where a device is: at the object that it hangs from.
 
         If there are several domains, a device at the machine itself is near none of them. A
@@ -214,7 +214,7 @@ class _Reader:
         if len(cpus) == len(everything) and sum(bool(home.cpus) for home in domains) > 1:
             cpus = ()
         address = full_address(device.get("pci_busid", ""))
-        return Place(address, domain, cpus, PciPath(bridges))
+        return DeviceLocation(address, domain, cpus, PciPath(bridges))
 
 
 def _mask(element: ET.Element, name: str) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    DeviceLocation,
     Devices,
-    Place,
     cores_without_siblings,
     domain_of_cpus,
     free_number,
@@ -88,7 +88,7 @@ def _topology(parts: Sequence[ET.Element]) -> Topology:
     for net in (net for part in parts for net in part.findall("nic/net")):
         # Without a PCI device NCCL puts a card below the first <cpu>, wherever it is.
         name = net.get("name", "")
-        devices.add_nic(Place(), name, rdma=not _INTERFACE.match(name))
+        devices.add_nic(DeviceLocation(), name, rdma=not _INTERFACE.match(name))
         warnings.append(f"The place of the network card {name} is unknown.")
     topology = devices.topology(_SOURCE, cores, domains, warnings, sockets_told=False)
     # Behind one <cpu> there may be several host bridges: NODE is what is certain.
@@ -131,7 +131,7 @@ def _domains(parts: Sequence[ET.Element], warnings: list[str]) -> tuple[Domain, 
 
 def _place(
     part: ET.Element, device: ET.Element, above: tuple[ET.Element, ...], domains: Sequence[Domain]
-) -> Place:
+) -> DeviceLocation:
     """Return where a device behind a `<cpu>` is; all CPUs of the node say nothing about that."""
     domain, cpus = _domain_number(part), _cpus(part)
     if domain is not None:
@@ -148,7 +148,9 @@ def _place(
     # NCCL's tree has one entry per switch, and no host bridges.
     bridges = (f"domain {part.get('numaid')}", *(bridge.get("busid", "") for bridge in above))
     address = device.get("busid", "")
-    return Place(full_address(address) or address, domain, cpus, PciPath(bridges, own, hops=0))
+    return DeviceLocation(
+        full_address(address) or address, domain, cpus, PciPath(bridges, own, hops=0)
+    )
 
 
 def _cpus(part: ET.Element) -> tuple[int, ...]:

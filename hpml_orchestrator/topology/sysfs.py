@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
+    DeviceLocation,
     Devices,
-    Place,
     assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
@@ -219,7 +219,7 @@ class _PciDevices:
         """Return whether a device is a virtual function (SR-IOV) of another."""
         return os.path.lexists(os.path.join(self.bus, address, "physfn"))
 
-    def place(self, address: str) -> Place:
+    def place(self, address: str) -> DeviceLocation:
         """Return where a device is. A `numa_node` of -1 means unknown, not domain 0."""
         number = _read_text(self.bus, address, "numa_node")
         listed = _read_cpus(self.bus, address, "local_cpulist", mask="local_cpus")
@@ -234,7 +234,7 @@ class _PciDevices:
             domain, local = None, ()
         else:
             domain = domain_of_cpus(local, self.domains)
-        return Place(full_address(address), domain, local, self._path(address))
+        return DeviceLocation(full_address(address), domain, local, self._path(address))
 
 
 def _chain(path: str) -> tuple[str, ...]:

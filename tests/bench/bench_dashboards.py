@@ -35,7 +35,7 @@ from pathlib import Path
 import promql_parser
 from hpml_dashboards import JSON
 from hpml_dashboards.check import RULES
-from hpml_dashboards.serve import Prometheus as Source
+from hpml_dashboards.serve import PrometheusServer as Source
 from hpml_dashboards.serve import ViewerServer
 from ruamel.yaml import YAML
 

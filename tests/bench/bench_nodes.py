@@ -24,7 +24,7 @@ from hpml_orchestrator.bench.figures import ANSWER
 from hpml_orchestrator.bench.job import place_program
 from hpml_orchestrator.bench.judge import judge
 from hpml_orchestrator.bench.measure import foreign_seconds
-from hpml_orchestrator.bench.results import Figure, Measurement
+from hpml_orchestrator.bench.results import Measurement, Rate
 from hpml_orchestrator.records.texts import rate_text
 
 QUOTA = 0.9
@@ -70,7 +70,7 @@ class Group:
 
 def measure(program: Path, node: str, run: str, group: Group) -> Measurement:
     """Measure some parts as a job does, as a node of that name."""
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Rate] = {}
     begin, before = time.monotonic(), foreign_seconds()
     for part in PARTS:
         done = subprocess.run(
@@ -83,7 +83,7 @@ def measure(program: Path, node: str, run: str, group: Group) -> Measurement:
         for line in done.stdout.splitlines():
             if line.startswith(ANSWER):
                 answer = json.loads(line.removeprefix(ANSWER))["figures"]
-                figures |= {name: Figure(**value) for name, value in answer.items()}
+                figures |= {name: Rate(**value) for name, value in answer.items()}
     took = (time.monotonic() - begin) * (os.cpu_count() or 1)
     load = (foreign_seconds() - before) / took
     return Measurement(node, "here", run, time.time(), load=load, figures=figures)

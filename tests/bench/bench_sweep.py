@@ -44,7 +44,7 @@ from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.spec.sweep import load_sweep
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from tests.cluster.conftest import SlurmCluster, booted
 from tests.cluster.user import AS_USER, PYTHON, UID, VENV, Directories, hand_over, install
 
@@ -130,7 +130,7 @@ def write_plan(place: Path, points: int) -> tuple[Path, plan.SweepPlan]:
     return path, planned
 
 
-def finished_rows(points: Sequence[plan.Point]) -> Iterator[Row]:
+def finished_rows(points: Sequence[plan.Point]) -> Iterator[PointRow]:
     """Yield a row for each point as a training of some 20 s leaves it; one in 100 failed."""
     chance = random.Random(0)
     for point in points:
@@ -152,7 +152,7 @@ def finished_rows(points: Sequence[plan.Point]) -> Iterator[Row]:
             "result": {**figures, "device": "cpu", "batch_size_per_rank": 64},
             "verified": True,
         }
-        yield Row(
+        yield PointRow(
             point.number,
             run=f"task-20261122-120000-abcdef.{point.number}",
             job_id=f"{100 + point.number // 1000}_{point.number % 1000}",

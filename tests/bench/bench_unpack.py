@@ -31,7 +31,7 @@ from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import StageRequest
 from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.supply import open_source
 
 CPUS = len(os.sched_getaffinity(0))
@@ -54,7 +54,7 @@ def hpml(source: Path) -> Way:
                 str(target),
                 options=CopyOptions(),
                 retry=retry,
-                progress=Progress(None),
+                progress=CopyProgress(None),
             )
             assert len(done) == len(plan.files)
         finally:

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from urllib.request import urlopen
 
 import pytest
-from hpml_exporters.app import Pages
-from hpml_exporters.core.sampler import Sampler, Source
+from hpml_exporters.app import ExporterPages
+from hpml_exporters.core.sampler import CollectorSource, Sampler
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.metrics import SPECS, STATISTICS
-from hpml_exporters.slurm.view import Job, Node, Reservation, View
+from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
 from hpml_exporters.web import Server
 
 from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static
 from tests.patience import eventually
 
 WAITS = (30, 240)  # seconds, one job each; in the buckets (10, 60] and (60, 300]
-NODE = Node("n1", "n1", frozenset({"IDLE", "DRAIN"}), "fan", ("main",), 8, 0, {"a100": 4}, {})
+NODE = ClusterNode(
+    "n1", "n1", frozenset({"IDLE", "DRAIN"}), "fan", ("main",), 8, 0, {"a100": 4}, {}
+)
 
 
 class FakeSource:
@@ -32,7 +34,7 @@ class FakeSource:
         """Return all jobs so far."""
         self.looks += 1
         ended = [
-            Job(f"{look}{state}", state, "", "main", "normal", "ada", 1, 1000, start, 5000)
+            QueueRow(f"{look}{state}", state, "", "main", "normal", "ada", 1, 1000, start, 5000)
             for look in range(self.looks)
             for state, start in (("FAILED", 1000 + WAITS[0]), ("COMPLETED", 1000 + WAITS[1]))
         ]
@@ -57,8 +59,8 @@ class FastCollector(SlurmCollector):
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where an exporter of the fake queue listens."""
-    sampler = Sampler([Source("slurm", lambda: FastCollector(FakeSource()))], specs=SPECS)
-    server = Server("127.0.0.1:0", "", Pages(sampler))
+    sampler = Sampler([CollectorSource("slurm", lambda: FastCollector(FakeSource()))], specs=SPECS)
+    server = Server("127.0.0.1:0", "", ExporterPages(sampler))
     host, port = server.start()
     sampler.start()
     yield f"{host}:{port}"

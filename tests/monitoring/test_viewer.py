@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from hpml_dashboards import JSON
-from hpml_dashboards.serve import Prometheus as Source
+from hpml_dashboards.serve import PrometheusServer as Source
 from hpml_dashboards.serve import ViewerServer
 
 from tests.monitoring.backfill_support import END, SECONDS, backfill, openmetrics, panels, resolved

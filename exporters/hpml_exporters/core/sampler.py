@@ -18,9 +18,9 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError, StaleError
 from hpml_exporters.core.metric import MetricSpec
-from hpml_exporters.core.selfmetrics import Outcome, State, self_families
+from hpml_exporters.core.selfmetrics import CollectorState, Outcome, self_families
 
-__all__ = ["Pauses", "Sampler", "Snapshot", "Source", "next_due", "tell"]
+__all__ = ["CollectorSource", "Pauses", "Sampler", "Samples", "next_due", "tell"]
 
 _TOLD_AGAIN_SECONDS = 3600.0
 _SHOWN_CHARS = 300
@@ -35,7 +35,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Source:
+class CollectorSource:
     """A collector before it is made: its name, and what makes it (raising as `sample` may)."""
 
     name: str
@@ -58,7 +58,7 @@ class Pauses:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Samples:
     """What all collectors read last.
 
     Attributes:
@@ -83,10 +83,12 @@ class _Slot:
         thread: the kernel's number of the thread that reads.
     """
 
-    def __init__(self, source: Source, pauses: Pauses, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, source: CollectorSource, pauses: Pauses, changed: Callable[[], None]
+    ) -> None:
         self.name = source.name
         self.interval = 1.0
-        self.state = State()
+        self.state = CollectorState()
         self.reading = 0
         self.thread = 0
         self._make = source.make
@@ -146,7 +148,7 @@ class _Slot:
         self._changed()
         return pause
 
-    def shown(self) -> State:
+    def shown(self) -> CollectorState:
         """Return the state with its families put together."""
         state = self.state
         try:
@@ -210,7 +212,7 @@ class Sampler:
 
     def __init__(
         self,
-        sources: Iterable[Source],
+        sources: Iterable[CollectorSource],
         *,
         specs: Sequence[MetricSpec] = (),
         constant: Sequence[Metric] = (),
@@ -243,7 +245,7 @@ class Sampler:
         self._lock = threading.Lock()
         self._changes, self._shown = 0, -1
         self._expires = math.inf
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Samples | None = None
         self._ticked = math.inf
 
     def start(self) -> None:
@@ -274,7 +276,7 @@ class Sampler:
         """Return all families that may ever be shown, without series."""
         return [spec.family() for spec in self._specs]
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Samples:
         """Return what all collectors read last; another object only if something changed."""
         with self._lock:
             now = time.monotonic()
@@ -339,8 +341,8 @@ class Sampler:
         with self._lock:
             self._changes += 1
 
-    def _composed(self, now: float) -> Snapshot:
-        states: list[tuple[str, State]] = []
+    def _composed(self, now: float) -> Samples:
+        states: list[tuple[str, CollectorState]] = []
         self._expires = now + _SELF_SECONDS
         for slot in self._slots:
             state = slot.shown()
@@ -352,7 +354,7 @@ class Sampler:
                     self._expires = min(self._expires, expires)
             states.append((slot.name, state))
         found = [family for _, state in states for family in state.families]
-        return Snapshot(
+        return Samples(
             tuple(_merged([*found, *self_families(states), *self._constant])), time.time(), now
         )
 

@@ -12,13 +12,20 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.metric import MetricSpec, MetricType, families
 from hpml_orchestrator import __version__
 
-__all__ = ["SPECS", "Outcome", "State", "node_families", "self_families", "server_families"]
+__all__ = [
+    "SPECS",
+    "CollectorState",
+    "Outcome",
+    "node_families",
+    "self_families",
+    "server_families",
+]
 
 Outcome = Literal["new", "good", "absent", "failed"]
 
 
 @dataclass(frozen=True)
-class State:
+class CollectorState:
     """How a collector does.
 
     Attributes:
@@ -126,7 +133,7 @@ SPECS = tuple(spec for spec in tuple(globals().values()) if isinstance(spec, Met
 """All of them, in the order of the documentation."""
 
 
-def self_families(states: Iterable[tuple[str, State]]) -> list[Metric]:
+def self_families(states: Iterable[tuple[str, CollectorState]]) -> list[Metric]:
     """Return how collectors do.
 
     Args:

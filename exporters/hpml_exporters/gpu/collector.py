@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.collector import DriverLostError, NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row
 from hpml_exporters.gpu import metrics as gpu
-from hpml_exporters.gpu.devices import Device, gpus_on_bus
+from hpml_exporters.gpu.devices import GpuDevice, gpus_on_bus
 from hpml_exporters.gpu.events import XidLog
 from hpml_exporters.gpu.jobs import Processes, job_families, process_families, resolve
 from hpml_exporters.gpu.nvml import GpuLostError
@@ -35,7 +35,7 @@ _WINDOW = 10
 _RAREST = 16
 _SPECS = {spec.name: spec for spec in gpu.SPECS}
 
-Values = Sequence[tuple[Device, Mapping[Series, float]]]
+Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
 """The latest numbers of each GPU and instance."""
 
 
@@ -117,8 +117,8 @@ class GpuCollector:
         self._wait = retry[0]
         self._session: Session | None = None
         self._pace = _Pace()
-        self._known: dict[str, Device] = {}
-        self._down: dict[str, Device] = {}
+        self._known: dict[str, GpuDevice] = {}
+        self._down: dict[str, GpuDevice] = {}
         self._used: set[str] = set()
         self._nameless = 0
         self._restarted = float("-inf")
@@ -236,7 +236,7 @@ class GpuCollector:
         self._jobs = None
         self._next_processes = now
 
-    def _lose(self, session: Session, device: Device, now: float) -> None:
+    def _lose(self, session: Session, device: GpuDevice, now: float) -> None:
         """Take a GPU out; the others stay."""
         session.events.poll(self._log, self._clock())
         before = self._known
@@ -245,10 +245,10 @@ class GpuCollector:
         self._note_missing(before, now)
         self._next_processes = now
 
-    def _note_missing(self, were: dict[str, Device], now: float) -> None:
+    def _note_missing(self, were: dict[str, GpuDevice], now: float) -> None:
         """Note which of these do not answer, and when to look for them."""
         up = {device.pci for device in self._known.values() if device.pci}
-        down: dict[str, Device] = {}
+        down: dict[str, GpuDevice] = {}
         for uuid, device in {**self._down, **were}.items():
             # Once its UUID is known, a GPU is called by it, and no more by its address.
             called_by_address = uuid == device.pci
@@ -262,7 +262,7 @@ class GpuCollector:
             self._next_retry = now + self._wait
         self._down = down
 
-    def _select(self, session: Session, devices: Sequence[Device]) -> Sequence[Device]:
+    def _select(self, session: Session, devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
         """Return the GPUs that are shown: all, or those of the exporter's own job.
 
         Where the job's are not known they are those on which it has had a process.
@@ -328,7 +328,7 @@ class GpuCollector:
         ]
 
 
-def _leaves(shown: Iterable[Device], devices: Iterable[Device]) -> list[Device]:
+def _leaves(shown: Iterable[GpuDevice], devices: Iterable[GpuDevice]) -> list[GpuDevice]:
     """Return what processes can be on: instances, and GPUs that have none."""
     split = {device.parent for device in devices}
     return [device for device in shown if device.uuid not in split]

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from nvitop.api import MigDevice, PhysicalDevice
     from nvitop.api.libnvml import c_nvmlDevice_t
 
-__all__ = ["Device", "discover", "gpus_on_bus", "pci_address"]
+__all__ = ["GpuDevice", "discover", "gpus_on_bus", "pci_address"]
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuDevice:
     """A GPU or MIG instance: what it is called, and how NVML is asked for it.
 
     Attributes:
@@ -106,7 +106,7 @@ def gpus_on_bus(sys: str) -> list[str]:
 
 def discover(
     nvml: Nvml, known: dict[int, PhysicalDevice], sys: str
-) -> tuple[Sequence[Device], list[Device]]:
+) -> tuple[Sequence[GpuDevice], list[GpuDevice]]:
     """Return all GPUs and MIG instances that answer, and the GPUs that do not.
 
     nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
@@ -122,7 +122,7 @@ def discover(
     Raises:
         DriverLostError: nothing answers.
     """
-    found: list[Device] = []
+    found: list[GpuDevice] = []
     lost: list[int] = []
     count = nvml.nvitop.Device.count()
     if any(index >= count for index in known):  # one is gone, and indexes are others now
@@ -147,7 +147,7 @@ def discover(
         silent = [""] * len(lost)
     # NVML orders GPUs by PCI address.
     pairs = zip(lost, silent, strict=True)
-    return found, [Device(pci, index if pci else -1, pci=pci) for index, pci in pairs]
+    return found, [GpuDevice(pci, index if pci else -1, pci=pci) for index, pci in pairs]
 
 
 def _is_lost(error: Exception) -> bool:
@@ -162,7 +162,7 @@ def _is_lost(error: Exception) -> bool:
     return code != NO_PERMISSION  # one that a job's devices do not include
 
 
-def _instances(nvml: Nvml, gpu: Device, device: PhysicalDevice) -> Iterator[Device]:
+def _instances(nvml: Nvml, gpu: GpuDevice, device: PhysicalDevice) -> Iterator[GpuDevice]:
     if not gpu.mig:
         return
     for index in range(device.max_mig_device_count()):
@@ -174,14 +174,14 @@ def _instances(nvml: Nvml, gpu: Device, device: PhysicalDevice) -> Iterator[Devi
             yield one
 
 
-def _gpu(nvml: Nvml, index: int, device: PhysicalDevice) -> Device | None:
+def _gpu(nvml: Nvml, index: int, device: PhysicalDevice) -> GpuDevice | None:
     uuid = _text(device.uuid())
     if not uuid:
         return None
     minor = nvml.nvitop.libnvml.nvmlQuery("nvmlDeviceGetMinorNumber", device.handle)
     pci = _text(device.bus_id())
     split = device.is_mig_mode_enabled()
-    return Device(
+    return GpuDevice(
         uuid=uuid,
         index=index,
         name=_text(device.name()),
@@ -194,7 +194,7 @@ def _gpu(nvml: Nvml, index: int, device: PhysicalDevice) -> Device | None:
     )
 
 
-def _instance(gpu: Device, device: MigDevice) -> Device | None:
+def _instance(gpu: GpuDevice, device: MigDevice) -> GpuDevice | None:
     uuid = _text(device.uuid())
     if device.handle is None or not uuid:
         return None
@@ -202,7 +202,7 @@ def _instance(gpu: Device, device: MigDevice) -> Device | None:
     name = _text(device.name())
     profile = name.rpartition("MIG ")[2].split(" ")[0]
     slices = profile.rpartition("g.")[0].rpartition(".")[2]  # "1c.2g.20gb" has two
-    return Device(
+    return GpuDevice(
         uuid=uuid,
         index=gpu.index,
         name=name,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.gpu.devices import Device
+from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.metrics import XID_ERRORS, XID_LAST
 from hpml_exporters.gpu.nvml import SUCCESS, Nvml
 
@@ -73,7 +73,7 @@ class XidEvents:
     reading costs some microseconds for all GPUs together.
     """
 
-    def __init__(self, nvml: Nvml, gpus: Sequence[Device]) -> None:
+    def __init__(self, nvml: Nvml, gpus: Sequence[GpuDevice]) -> None:
         """Register for the XID errors of these GPUs, as far as they report any."""
         self._free = nvml.call("nvmlEventSetFree")
         self._wait = nvml.call("nvmlEventSetWait_v2", "nvmlEventSetWait")

@@ -10,7 +10,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 
-from hpml_exporters.gpu.devices import Device
+from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.nvml import SUCCESS, Code, Nvml, check
 
 __all__ = ["Gpm"]
@@ -23,7 +23,7 @@ _METRICS_MAX = 1024  # the driver's struct has room for NVML_GPM_METRIC_MAX (477
 class Gpm:
     """The metrics of one GPU or MIG instance."""
 
-    def __init__(self, nvml: Nvml, device: Device) -> None:
+    def __init__(self, nvml: Nvml, device: GpuDevice) -> None:
         """Prepare; `open` allocates."""
         self._nvml = nvml
         whole = not device.parent

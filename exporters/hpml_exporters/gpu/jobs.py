@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec, Row
 from hpml_exporters.gpu import metrics as gpu
-from hpml_exporters.gpu.devices import Device, pci_address
+from hpml_exporters.gpu.devices import GpuDevice, pci_address
 from hpml_exporters.gpu.nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
 from hpml_exporters.jobs.board import JobFacts, Jobs
 
@@ -32,7 +32,7 @@ _KINDS = ("Compute", "MPSCompute", "Graphics")
 _TRIES = 4
 
 
-def processes_of(nvml: Nvml, device: Device) -> dict[int, int | None] | None:
+def processes_of(nvml: Nvml, device: GpuDevice) -> dict[int, int | None] | None:
     """Return bytes of GPU memory by process id, or None while the lists cannot be read.
 
     A process that computes and draws, or is a client of MPS, is in several lists with the same
@@ -71,7 +71,7 @@ def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[tup
     return code, []
 
 
-def resolve(names: Iterable[str], devices: Sequence[Device]) -> tuple[list[str], list[str]]:
+def resolve(names: Iterable[str], devices: Sequence[GpuDevice]) -> tuple[list[str], list[str]]:
     """Return the UUIDs of the GPUs that an allocation names, and the names that mean none.
 
     A number is the minor number of the device file, never an index. A GPU that is split stands
@@ -96,7 +96,7 @@ def resolve(names: Iterable[str], devices: Sequence[Device]) -> tuple[list[str],
     return list(found), unknown
 
 
-def _means(name: str, device: Device) -> bool:
+def _means(name: str, device: GpuDevice) -> bool:
     if name.startswith("MIG-"):
         return name == device.uuid
     if device.parent:  # other names are those of whole GPUs
@@ -122,7 +122,7 @@ def process_families(processes: Processes, jobs: Jobs) -> list[Metric]:
 
 def job_families(
     jobs: Jobs,
-    devices: Sequence[Device],
+    devices: Sequence[GpuDevice],
     processes: Processes,
     *,
     cluster: str = "",

@@ -10,10 +10,10 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from hpml_exporters.gpu.devices import Device
+from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import NO_DATA, NOT_SUPPORTED, SUCCESS, UNSUPPORTED, Code, Nvml, check
-from hpml_exporters.gpu.table import Call, Field, GpmMetric, Row
+from hpml_exporters.gpu.table import Field, GpmMetric, GpuSeries, NvmlCall
 
 __all__ = ["Answer", "Question", "questions"]
 
@@ -40,7 +40,7 @@ class Question(Protocol):
         rows: what it answers.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[GpuSeries]
 
     def ask(self) -> Sequence[Answer]:
         """Return an answer for each row.
@@ -52,7 +52,7 @@ class Question(Protocol):
 
 
 def questions(
-    nvml: Nvml, device: Device, rows: Sequence[Row], gpm: Gpm | None
+    nvml: Nvml, device: GpuDevice, rows: Sequence[GpuSeries], gpm: Gpm | None
 ) -> Iterator[Question]:
     """Return the fewest calls that answer these rows.
 
@@ -68,9 +68,9 @@ def questions(
     metrics = [row for row in rows if isinstance(row.source, GpmMetric)]
     if metrics:
         yield _GpmMetrics(gpm, metrics)
-    calls: dict[object, list[Row]] = {}
+    calls: dict[object, list[GpuSeries]] = {}
     for row in rows:
-        if isinstance(row.source, Call):
+        if isinstance(row.source, NvmlCall):
             calls.setdefault(row.source.question, []).append(row)
     for same in calls.values():
         yield _Call(nvml, device.handle, same)
@@ -79,9 +79,9 @@ def questions(
 class _Call:
     """A function that answers one or more integers."""
 
-    def __init__(self, nvml: Nvml, handle: int, rows: Sequence[Row]) -> None:
+    def __init__(self, nvml: Nvml, handle: int, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
-        self._sources = [row.source for row in rows if isinstance(row.source, Call)]
+        self._sources = [row.source for row in rows if isinstance(row.source, NvmlCall)]
         first = self._sources[0]
         self._answer = first.layout()
         if first.version:
@@ -105,7 +105,7 @@ class _Call:
 class _FieldValues:
     """Several fields with one call; each has its own code."""
 
-    def __init__(self, nvml: Nvml, handle: int, rows: Sequence[Row]) -> None:
+    def __init__(self, nvml: Nvml, handle: int, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
         self._sources = [row.source for row in rows if isinstance(row.source, Field)]
         pairs = [(each.number, scope) for each in self._sources for scope in each.scopes]
@@ -143,7 +143,7 @@ class _FieldValues:
 class _GpmMetrics:
     """Metrics of the time since the last sample."""
 
-    def __init__(self, gpm: Gpm | None, rows: Sequence[Row]) -> None:
+    def __init__(self, gpm: Gpm | None, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
         self._sources = [row.source for row in rows if isinstance(row.source, GpmMetric)]
         self._gpm = gpm

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hpml_exporters.gpu.devices import Device
+from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
 from hpml_exporters.gpu.questions import Question, questions
-from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, Row, Series
+from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, GpuSeries, Series
 
 __all__ = ["History", "Reader"]
 
@@ -57,7 +57,7 @@ class History:
 
     interval: float
     values: dict[Series, float] = field(default_factory=dict)
-    chosen: dict[Series, Row] = field(default_factory=dict)
+    chosen: dict[Series, GpuSeries] = field(default_factory=dict)
     totals: dict[Series, _Total] = field(default_factory=dict)
 
     @cached_property
@@ -71,7 +71,7 @@ class History:
         for total in self.totals.values():
             total.last = None
 
-    def note(self, row: Row, number: float, now: float) -> None:
+    def note(self, row: GpuSeries, number: float, now: float) -> None:
         """Keep what a source answered."""
         series = row.series
         if series not in self.chosen:
@@ -96,7 +96,7 @@ class Reader:
         up: whether anything answered at the last reading.
     """
 
-    def __init__(self, nvml: Nvml, device: Device, history: History) -> None:
+    def __init__(self, nvml: Nvml, device: GpuDevice, history: History) -> None:
         """Ask every source once, and keep for each series the best that answers.
 
         Raises:
@@ -162,9 +162,9 @@ class Reader:
         if self._gpm is not None:
             self._gpm.close()
 
-    def _choose(self, rows: Sequence[Row], codes: dict[int, int]) -> list[Row]:
+    def _choose(self, rows: Sequence[GpuSeries], codes: dict[int, int]) -> list[GpuSeries]:
         """Return one source per series; what fails for now is asked again at its period."""
-        best: dict[Series, Row] = {}
+        best: dict[Series, GpuSeries] = {}
         for row in rows:
             code = codes[id(row)]
             before = best.get(row.series)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hpml_exporters.gpu.devices import Device, discover
+from hpml_exporters.gpu.devices import GpuDevice, discover
 from hpml_exporters.gpu.events import XidEvents
 from hpml_exporters.gpu.jobs import processes_of
 from hpml_exporters.gpu.nvml import GpuLostError, Nvml
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 
-def _roots(devices: Sequence[Device]) -> Sequence[Device]:
+def _roots(devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
     names = {device.uuid for device in devices}
     return [device for device in devices if device.parent not in names]
 
@@ -50,18 +50,18 @@ class Session:
         self._interval, self._histories, self._sys = interval, histories, sys
         self.driver = self._nvml.driver_version()
         self.readers: list[Reader] = []
-        self.devices: Sequence[Device] = ()
-        self.shown: Sequence[Device] = ()
-        self.lost: list[Device] = []
+        self.devices: Sequence[GpuDevice] = ()
+        self.shown: Sequence[GpuDevice] = ()
+        self.lost: list[GpuDevice] = []
         self.events = XidEvents(self._nvml, ())
         self._known: dict[int, PhysicalDevice] = {}
 
     @property
-    def roots(self) -> Sequence[Device]:
+    def roots(self) -> Sequence[GpuDevice]:
         """What is shown and can be lost by itself: GPUs, and instances whose GPU is not shown."""
         return _roots(self.shown)
 
-    def discover(self, select: Callable[[Sequence[Device]], Sequence[Device]]) -> None:
+    def discover(self, select: Callable[[Sequence[GpuDevice]], Sequence[GpuDevice]]) -> None:
         """Look which GPUs and instances there are, and keep readers of what is as it was.
 
         Args:
@@ -96,7 +96,7 @@ class Session:
         self._take_out(uuid)
         self._register()
 
-    def processes(self, device: Device) -> dict[int, int | None] | None:
+    def processes(self, device: GpuDevice) -> dict[int, int | None] | None:
         """Return bytes of GPU memory by process id; None while the list cannot be read.
 
         Raises:
@@ -115,7 +115,7 @@ class Session:
         self.readers = []
         self._nvml.shutdown()
 
-    def _reader(self, device: Device) -> Reader:
+    def _reader(self, device: GpuDevice) -> Reader:
         history = self._histories.setdefault(device.uuid, History(self._interval))
         return Reader(self._nvml, device, history)
 
@@ -133,5 +133,5 @@ class Session:
         self.events = XidEvents(self._nvml, [each for each in self.shown if not each.parent])
 
 
-def _belongs(device: Device, uuid: str) -> bool:
+def _belongs(device: GpuDevice, uuid: str) -> bool:
     return uuid in {device.uuid, device.parent}

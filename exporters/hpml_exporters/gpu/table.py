@@ -14,7 +14,16 @@ from typing import Literal
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.gpu import metrics as gpu
 
-__all__ = ["GPU", "INSTANCE", "Call", "Field", "GpmMetric", "Row", "Series", "throttle_reason"]
+__all__ = [
+    "GPU",
+    "INSTANCE",
+    "Field",
+    "GpmMetric",
+    "GpuSeries",
+    "NvmlCall",
+    "Series",
+    "throttle_reason",
+]
 
 Series = tuple[str, tuple[str, ...]]
 """Name of the metric, and values of its labels after `uuid`."""
@@ -51,7 +60,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Call:
+class NvmlCall:
     """A call `f(handle, [selector,] &answer)` that gives unsigned integers.
 
     Attributes:
@@ -87,7 +96,7 @@ class GpmMetric:
 
 
 @dataclass(frozen=True)
-class Row:
+class GpuSeries:
     """A series of each GPU and its source.
 
     Attributes:
@@ -100,7 +109,7 @@ class Row:
     """
 
     spec: MetricSpec
-    source: Field | Call | GpmMetric
+    source: Field | NvmlCall | GpmMetric
     period: float = 30.0
     labels: tuple[str, ...] = ()
     total: Literal["", "rate", "wraps"] = ""
@@ -135,77 +144,81 @@ def throttle_reason(bits: int) -> str:
     return next((reason for reason, bit in _REASONS.items() if bits & bit), "")
 
 
-def _throttled(reason: str) -> Row:
+def _throttled(reason: str) -> GpuSeries:
     names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
     def convert(bits: int) -> float:
         return float(throttle_reason(bits) == reason)
 
-    source = Call(names, convert, layout=ctypes.c_ulonglong * 1)
-    return Row(gpu.THROTTLED, source, 1, (reason,), "rate")
+    source = NvmlCall(names, convert, layout=ctypes.c_ulonglong * 1)
+    return GpuSeries(gpu.THROTTLED, source, 1, (reason,), "rate")
 
 
-def _memory(spec: MetricSpec, second: int, first: int) -> Sequence[Row]:
+def _memory(spec: MetricSpec, second: int, first: int) -> Sequence[GpuSeries]:
     """Version 2 does not count what the driver keeps for itself as used."""
     # version 2: version, total, reserved, free, used; version 1: total, free, used
-    newer = Call(
+    newer = NvmlCall(
         ("nvmlDeviceGetMemoryInfo_v2",), layout=ctypes.c_ulonglong * 5, pick=second, version=2
     )
-    older = Call(("nvmlDeviceGetMemoryInfo",), layout=ctypes.c_ulonglong * 3, pick=first)
-    return (Row(spec, newer, 1), Row(spec, older, 1))
+    older = NvmlCall(("nvmlDeviceGetMemoryInfo",), layout=ctypes.c_ulonglong * 3, pick=first)
+    return (GpuSeries(spec, newer, 1), GpuSeries(spec, older, 1))
 
 
-def _utilization(pick: int) -> Call:
-    return Call(("nvmlDeviceGetUtilizationRates",), _percent, layout=ctypes.c_uint * 2, pick=pick)
+def _utilization(pick: int) -> NvmlCall:
+    return NvmlCall(
+        ("nvmlDeviceGetUtilizationRates",), _percent, layout=ctypes.c_uint * 2, pick=pick
+    )
 
 
-def _call(name: str, convert: Callable[[int], float | None] = float, **more: int) -> Call:
-    return Call((name,), convert, **more)  # type: ignore[arg-type]
+def _call(name: str, convert: Callable[[int], float | None] = float, **more: int) -> NvmlCall:
+    return NvmlCall((name,), convert, **more)  # type: ignore[arg-type]
 
 
 _MEMORY = (*_memory(gpu.MEMORY_USED, 4, 2), *_memory(gpu.MEMORY_TOTAL, 1, 0))
 _ACTIVITY = (
-    Row(gpu.SM_ACTIVE, GpmMetric(2), 1),
-    Row(gpu.SM_OCCUPANCY, GpmMetric(3), 1),
-    Row(gpu.TENSOR_ACTIVE, GpmMetric(5), 1),
-    Row(gpu.DRAM_ACTIVE, GpmMetric(10), 1),
+    GpuSeries(gpu.SM_ACTIVE, GpmMetric(2), 1),
+    GpuSeries(gpu.SM_OCCUPANCY, GpmMetric(3), 1),
+    GpuSeries(gpu.TENSOR_ACTIVE, GpmMetric(5), 1),
+    GpuSeries(gpu.DRAM_ACTIVE, GpmMetric(10), 1),
 )
 _POWER = (Field(186, _THOUSANDTHS), _call("nvmlDeviceGetPowerUsage", _THOUSANDTHS))  # mW
 
 
-INSTANCE: Sequence[Row] = (
+INSTANCE: Sequence[GpuSeries] = (
     *_MEMORY,
     *_ACTIVITY,
-    Row(gpu.UTILIZATION, GpmMetric(1), 1),
-    Row(gpu.BUSY, GpmMetric(1), 1, total="rate"),
+    GpuSeries(gpu.UTILIZATION, GpmMetric(1), 1),
+    GpuSeries(gpu.BUSY, GpmMetric(1), 1, total="rate"),
 )
 """Of an instance of a split GPU."""
 
-GPU: Sequence[Row] = (
-    Row(gpu.UTILIZATION, _utilization(0), 1),
-    Row(gpu.BUSY, _utilization(0), 1, total="rate"),
-    Row(gpu.MEMORY_UTILIZATION, _utilization(1), 1),
+GPU: Sequence[GpuSeries] = (
+    GpuSeries(gpu.UTILIZATION, _utilization(0), 1),
+    GpuSeries(gpu.BUSY, _utilization(0), 1, total="rate"),
+    GpuSeries(gpu.MEMORY_UTILIZATION, _utilization(1), 1),
     *_MEMORY,
     *_ACTIVITY,
-    *(Row(gpu.POWER, source, 1) for source in _POWER),
-    Row(gpu.POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", _THOUSANDTHS)),
-    Row(gpu.ENERGY, Field(83, _THOUSANDTHS), 1),  # mJ
-    Row(
+    *(GpuSeries(gpu.POWER, source, 1) for source in _POWER),
+    GpuSeries(gpu.POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", _THOUSANDTHS)),
+    GpuSeries(gpu.ENERGY, Field(83, _THOUSANDTHS), 1),  # mJ
+    GpuSeries(
         gpu.ENERGY,
-        Call(("nvmlDeviceGetTotalEnergyConsumption",), _THOUSANDTHS, layout=ctypes.c_ulonglong * 1),
+        NvmlCall(
+            ("nvmlDeviceGetTotalEnergyConsumption",), _THOUSANDTHS, layout=ctypes.c_ulonglong * 1
+        ),
         1,
     ),
-    *(Row(gpu.ENERGY, source, 1, total="rate") for source in _POWER),
+    *(GpuSeries(gpu.ENERGY, source, 1, total="rate") for source in _POWER),
     # nvmlTemperature_v1_t: version, sensor (0: the core), degrees
-    Row(
+    GpuSeries(
         gpu.TEMPERATURE,
-        Call(("nvmlDeviceGetTemperatureV",), layout=ctypes.c_uint * 3, pick=2, version=1),
+        NvmlCall(("nvmlDeviceGetTemperatureV",), layout=ctypes.c_uint * 3, pick=2, version=1),
         5,
     ),
-    Row(gpu.TEMPERATURE, _call("nvmlDeviceGetTemperature", selector=0), 5),
-    Row(gpu.MEMORY_TEMPERATURE, Field(82), 5),
+    GpuSeries(gpu.TEMPERATURE, _call("nvmlDeviceGetTemperature", selector=0), 5),
+    GpuSeries(gpu.MEMORY_TEMPERATURE, Field(82), 5),
     *(
-        Row(
+        GpuSeries(
             gpu.TEMPERATURE_LIMIT,
             _call("nvmlDeviceGetTemperatureThreshold", selector=kind),
             300,
@@ -213,33 +226,33 @@ GPU: Sequence[Row] = (
         )
         for kind, sensor in ((1, "core"), (2, "memory"))
     ),
-    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=1), 5, ("sm",)),
-    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=2), 5, ("memory",)),
+    GpuSeries(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=1), 5, ("sm",)),
+    GpuSeries(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=2), 5, ("memory",)),
     *(_throttled(reason) for reason in _REASONS),
-    Row(gpu.ENCODER, _call("nvmlDeviceGetEncoderUtilization", _percent, pointers=2), 5),
-    Row(gpu.DECODER, _call("nvmlDeviceGetDecoderUtilization", _percent, pointers=2), 5),
-    Row(gpu.ECC_ERRORS, Field(3), labels=("corrected",)),
-    Row(gpu.ECC_ERRORS, Field(4), labels=("uncorrected",)),
-    Row(gpu.REMAPPED_ROWS, Field(142), labels=("correctable",)),
-    Row(gpu.REMAPPED_ROWS, Field(143), labels=("uncorrectable",)),
-    Row(gpu.REMAPPED_PENDING, Field(144)),
-    Row(gpu.REMAPPED_FAILED, Field(145)),
-    Row(gpu.RETIRED_PENDING, Field(31)),
-    Row(gpu.PCIE, GpmMetric(20, _MEBI), 1, ("transmit",), "rate"),
-    Row(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
-    Row(gpu.PCIE, GpmMetric(21, _MEBI), 1, ("receive",), "rate"),
-    Row(gpu.PCIE, Field(198), 1, ("receive",), "wraps"),
-    Row(gpu.PCIE_REPLAYS, Field(94)),
-    Row(gpu.PCIE_WIDTH, _call("nvmlDeviceGetCurrPcieLinkWidth")),
-    Row(gpu.PCIE_WIDTH_MAX, _call("nvmlDeviceGetMaxPcieLinkWidth"), 300),
-    Row(gpu.NVLINK, Field(138, _KIBI, _ALL_LINKS), 1, ("transmit",)),
-    Row(gpu.NVLINK, GpmMetric(61, _MEBI), 1, ("transmit",), "rate"),
-    Row(gpu.NVLINK, Field(139, _KIBI, _ALL_LINKS), 1, ("receive",)),
-    Row(gpu.NVLINK, GpmMetric(60, _MEBI), 1, ("receive",), "rate"),
-    Row(gpu.NVLINK_LINKS, Field(91), 300),
-    Row(gpu.NVLINK_ACTIVE, Field(165, lambda state: float(state in _LINK_UP), _LINKS)),
+    GpuSeries(gpu.ENCODER, _call("nvmlDeviceGetEncoderUtilization", _percent, pointers=2), 5),
+    GpuSeries(gpu.DECODER, _call("nvmlDeviceGetDecoderUtilization", _percent, pointers=2), 5),
+    GpuSeries(gpu.ECC_ERRORS, Field(3), labels=("corrected",)),
+    GpuSeries(gpu.ECC_ERRORS, Field(4), labels=("uncorrected",)),
+    GpuSeries(gpu.REMAPPED_ROWS, Field(142), labels=("correctable",)),
+    GpuSeries(gpu.REMAPPED_ROWS, Field(143), labels=("uncorrectable",)),
+    GpuSeries(gpu.REMAPPED_PENDING, Field(144)),
+    GpuSeries(gpu.REMAPPED_FAILED, Field(145)),
+    GpuSeries(gpu.RETIRED_PENDING, Field(31)),
+    GpuSeries(gpu.PCIE, GpmMetric(20, _MEBI), 1, ("transmit",), "rate"),
+    GpuSeries(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
+    GpuSeries(gpu.PCIE, GpmMetric(21, _MEBI), 1, ("receive",), "rate"),
+    GpuSeries(gpu.PCIE, Field(198), 1, ("receive",), "wraps"),
+    GpuSeries(gpu.PCIE_REPLAYS, Field(94)),
+    GpuSeries(gpu.PCIE_WIDTH, _call("nvmlDeviceGetCurrPcieLinkWidth")),
+    GpuSeries(gpu.PCIE_WIDTH_MAX, _call("nvmlDeviceGetMaxPcieLinkWidth"), 300),
+    GpuSeries(gpu.NVLINK, Field(138, _KIBI, _ALL_LINKS), 1, ("transmit",)),
+    GpuSeries(gpu.NVLINK, GpmMetric(61, _MEBI), 1, ("transmit",), "rate"),
+    GpuSeries(gpu.NVLINK, Field(139, _KIBI, _ALL_LINKS), 1, ("receive",)),
+    GpuSeries(gpu.NVLINK, GpmMetric(60, _MEBI), 1, ("receive",), "rate"),
+    GpuSeries(gpu.NVLINK_LINKS, Field(91), 300),
+    GpuSeries(gpu.NVLINK_ACTIVE, Field(165, lambda state: float(state in _LINK_UP), _LINKS)),
     *(
-        Row(gpu.NVLINK_ERRORS, source, labels=(error,))
+        GpuSeries(gpu.NVLINK_ERRORS, source, labels=(error,))
         for error, sources in {
             # of all links, then of each link on Hopper, then on Blackwell
             "crc": (Field(38), Field(163, scopes=_LINKS)),

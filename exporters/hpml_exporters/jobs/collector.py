@@ -10,7 +10,7 @@ from hpml_exporters.core.metric import MetricSpec, Row, families
 from hpml_exporters.jobs import metrics
 from hpml_exporters.jobs.board import JobFacts, JobSeen
 from hpml_exporters.jobs.finder import JobFinder
-from hpml_exporters.jobs.usage import Usage, read_usage
+from hpml_exporters.jobs.usage import JobUsage, read_usage
 from hpml_exporters.options import Context
 
 __all__ = ["JobsCollector", "make"]
@@ -57,7 +57,7 @@ class JobsCollector:
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _usage(self, key: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
+    def _usage(self, key: str, seen: JobSeen) -> tuple[list[JobUsage], Counters]:
         """Return the present figures of a job's groups by slurmd, and their totals so far."""
         usages = [read_usage(groups) for groups in seen.groups]
         counters = self._counters.setdefault(key, {})
@@ -83,7 +83,7 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
             rows[spec].append((label, value))
 
 
-def _measure(rows: Rows, label: Sequence[str], usages: list[Usage], counters: Counters) -> None:
+def _measure(rows: Rows, label: Sequence[str], usages: list[JobUsage], counters: Counters) -> None:
     """Add what the job's groups show; groups that ended count in the counters."""
     totals: dict[tuple[MetricSpec, str], float] = {}
     for (_, spec, more), value in counters.items():

@@ -10,7 +10,7 @@ from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.procfs import read_or_empty, subdirectories
 from hpml_exporters.jobs import metrics
 
-__all__ = ["Usage", "counts_cpu", "counts_memory", "read_usage"]
+__all__ = ["JobUsage", "counts_cpu", "counts_memory", "read_usage"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NO_LIMIT = 1 << 60  # version 1 has no word for it, only a number near the largest one
@@ -18,7 +18,7 @@ _PRESSURES = ("cpu", "memory", "io")
 
 
 @dataclass
-class Usage:
+class JobUsage:
     """Figures of one job in one hierarchy; what is not counted is missing.
 
     Attributes:
@@ -37,7 +37,7 @@ class Usage:
             self.levels[spec] = level
 
 
-def read_usage(groups: Mapping[str, str]) -> Usage:
+def read_usage(groups: Mapping[str, str]) -> JobUsage:
     """Return what the groups of a job counted.
 
     Args:
@@ -58,10 +58,10 @@ def counts_memory(groups: Mapping[str, str]) -> bool:
     return "memory" in groups
 
 
-def _version_2(path: str) -> Usage:
+def _version_2(path: str) -> JobUsage:
     cpu = _pairs(f"{path}/cpu.stat")
     # `file` contains shmem.
-    usage = Usage(memory=_kinds(_pairs(f"{path}/memory.stat"), b"anon", b"file", b"shmem"))
+    usage = JobUsage(memory=_kinds(_pairs(f"{path}/memory.stat"), b"anon", b"file", b"shmem"))
     # Empty unless Slurm set it; what is in effect would be all CPUs of the machine.
     usage.set(metrics.CPUS, _cpus(f"{path}/cpuset.cpus"))
     for mode in ("user", "system"):
@@ -80,8 +80,8 @@ def _version_2(path: str) -> Usage:
     return usage
 
 
-def _version_1(groups: Mapping[str, str]) -> Usage:
-    usage = Usage()
+def _version_1(groups: Mapping[str, str]) -> JobUsage:
+    usage = JobUsage()
     if path := groups.get("cpuacct"):
         cpu = _pairs(f"{path}/cpuacct.stat")
         for mode in ("user", "system"):
@@ -101,7 +101,7 @@ def _version_1(groups: Mapping[str, str]) -> Usage:
     return usage
 
 
-def _add_kills(usage: Usage, group: str, name: str) -> None:
+def _add_kills(usage: JobUsage, group: str, name: str) -> None:
     kills = _pairs(f"{group}/{name}").get(b"oom_kill")
     if kills is not None:
         usage.counters[group, metrics.OOM_EVENTS, ""] = int(kills)

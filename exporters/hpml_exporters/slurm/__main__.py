@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from hpml_exporters.__main__ import program
 
 if TYPE_CHECKING:
-    from hpml_exporters.core.sampler import Source
+    from hpml_exporters.core.sampler import CollectorSource
     from hpml_exporters.options import NodeOptions
 
 
-def _load(text: str) -> tuple[NodeOptions, list[Source]]:
+def _load(text: str) -> tuple[NodeOptions, list[CollectorSource]]:
     from hpml_exporters.slurm.options import SlurmOptions  # noqa: PLC0415 - signals first
 
     options = SlurmOptions(**json.loads(text))

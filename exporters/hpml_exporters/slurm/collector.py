@@ -13,11 +13,11 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.collector import StaleError
 from hpml_exporters.core.metric import Histogram, MetricSpec, Row, families
 from hpml_exporters.slurm import metrics as m
-from hpml_exporters.slurm.view import ENDED, Job, Node, View
+from hpml_exporters.slurm.view import ENDED, ClusterNode, QueueRow, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 
 if TYPE_CHECKING:
-    from hpml_exporters.slurm.view import Source
+    from hpml_exporters.slurm.view import ViewSource
 
 __all__ = ["INTERVAL_MIN", "SlurmCollector"]
 
@@ -43,7 +43,7 @@ class SlurmCollector:
 
     def __init__(
         self,
-        source: Source,
+        source: ViewSource,
         *,
         interval: float = INTERVAL_MIN,
         users: bool = False,
@@ -88,7 +88,7 @@ class SlurmCollector:
         rows[m.AGE] = [((), time.time())]
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
 
-    def _job_rows(self, jobs: list[Job]) -> _Rows:
+    def _job_rows(self, jobs: list[QueueRow]) -> _Rows:
         states: _Counts = Counter()
         reasons: _Counts = Counter()
         users: _Counts = Counter()
@@ -117,7 +117,7 @@ class _History:
         self._ended: _Counts = Counter()
         self._waited: dict[str, _Times] = defaultdict(_Times)
 
-    def note(self, jobs: Iterable[Job]) -> None:
+    def note(self, jobs: Iterable[QueueRow]) -> None:
         """Compare the queue with that of the last refresh; the first one only sets the scene."""
         first = self._started is None
         before, now, ended = self._started or set(), set(), set()
@@ -172,7 +172,7 @@ def _capped(counts: _Counts) -> _Counts:
     return capped
 
 
-def _node_rows(nodes: Iterable[Node]) -> _Rows:
+def _node_rows(nodes: Iterable[ClusterNode]) -> _Rows:
     counts: dict[MetricSpec, _Counts] = defaultdict(Counter)
     reasons: list[Row] = []
     for node in nodes:

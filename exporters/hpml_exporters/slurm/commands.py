@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from hpml_exporters.core.sampler import tell
-from hpml_exporters.slurm.view import Job, Node, Reservation, View
+from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
@@ -75,7 +75,7 @@ class Commands:
         jobs = list(_jobs_of(self._output(*squeue)))
         return View(jobs, self.nodes(), _sdiag_of(self._optional("sdiag")), *self.rare())
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """Return the nodes alone."""
         sinfo = ("sinfo", "--all", "--noheader", "--Node", "-O", _format(_NODE_FIELDS))
         return _nodes_of(self._output(*sinfo))
@@ -109,7 +109,7 @@ class Commands:
             return ""
 
 
-def _jobs_of(text: str) -> Iterator[Job]:
+def _jobs_of(text: str) -> Iterator[QueueRow]:
     """Yield the rows of squeue.
 
     Raises:
@@ -118,7 +118,7 @@ def _jobs_of(text: str) -> Iterator[Job]:
     for fields in _rows(text, len(_JOB_FIELDS), "squeue"):
         job_id, state, reason, partition, qos, user, eligible, start, end = fields
         pending = state == "PENDING"
-        yield Job(
+        yield QueueRow(
             job_id,
             state.partition(" ")[0],
             head_of_reason(reason) if pending else "",
@@ -132,7 +132,7 @@ def _jobs_of(text: str) -> Iterator[Job]:
         )
 
 
-def _nodes_of(text: str) -> list[Node]:
+def _nodes_of(text: str) -> list[ClusterNode]:
     """Return the nodes of sinfo, which has a row per node and partition.
 
     Raises:
@@ -148,7 +148,7 @@ def _nodes_of(text: str) -> list[Node]:
         _, address, states, _, cpus, gres, used, reason = row
         counts = [_number(part) for part in cpus.split("/")]  # allocated/idle/other/total
         nodes.append(
-            Node(
+            ClusterNode(
                 name=name,
                 address=address,
                 states=_node_states(states),

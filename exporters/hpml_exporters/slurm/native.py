@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.metrics import STATISTICS
-from hpml_exporters.slurm.view import Job, Node, View
+from hpml_exporters.slurm.view import ClusterNode, QueueRow, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import check_configuration
 from hpml_orchestrator.scheduler.slurm.records import node_states
@@ -48,7 +48,7 @@ class Native:
         return View(jobs, nodes, numbers, *self._commands.rare())
 
 
-def job_of(job: pyslurm.Job) -> Job:
+def job_of(job: pyslurm.Job) -> QueueRow:
     """Return a pyslurm.Job as the command line shows it."""
     waiting = job.array_tasks_waiting
     job_id = str(job.id)
@@ -57,7 +57,7 @@ def job_of(job: pyslurm.Job) -> Job:
     elif job.array_id is not None and job.array_task_id is not None:
         job_id = f"{job.array_id}_{job.array_task_id}"
     pending = job.state == "PENDING"
-    return Job(
+    return QueueRow(
         id=job_id,
         state=str(job.state),
         reason=head_of_reason(job.state_reason or "") if pending else "",
@@ -71,9 +71,9 @@ def job_of(job: pyslurm.Job) -> Job:
     )
 
 
-def node_of(node: pyslurm.Node) -> Node:
+def node_of(node: pyslurm.Node) -> ClusterNode:
     """Return a pyslurm.Node as the command line shows it."""
-    return Node(
+    return ClusterNode(
         name=node.name,
         address=node.address or node.name,
         states=node_states(node.state),

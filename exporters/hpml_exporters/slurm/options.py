@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from hpml_exporters.core.sampler import Source as CollectorSource
+from hpml_exporters.core.sampler import CollectorSource
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 
 if TYPE_CHECKING:
-    from hpml_exporters.slurm.view import Source
+    from hpml_exporters.slurm.view import ViewSource
 
 __all__ = ["SOURCES", "SlurmOptions"]
 
@@ -83,7 +83,7 @@ class SlurmOptions:
         """
         return SlurmCollector(self._source(), interval=self.interval, users=self.users)
 
-    def _source(self) -> Source:
+    def _source(self) -> ViewSource:
         # Only the chosen source is imported: the exporter stays small.
         from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415
 

@@ -11,7 +11,7 @@ from socket import socket
 from threading import Lock
 
 from hpml_exporters.slurm.commands import Commands
-from hpml_exporters.slurm.view import Node
+from hpml_exporters.slurm.view import ClusterNode
 from hpml_orchestrator.errors import SchedulerUnavailable
 
 __all__ = ["TargetServer", "targets"]
@@ -21,7 +21,7 @@ _CLIENT_SECONDS = 10.0
 _AWAY = frozenset({"down", "drained", "powered_down"})
 
 
-def targets(nodes: Iterable[Node], port: int, *, only_up: bool = False) -> str:
+def targets(nodes: Iterable[ClusterNode], port: int, *, only_up: bool = False) -> str:
     """Return JSON with a target per node and its labels.
 
     Args:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from hpml_orchestrator.scheduler.cluster import node_state, takes_jobs
 
-__all__ = ["ENDED", "Job", "Node", "Reservation", "Source", "View"]
+__all__ = ["ENDED", "ClusterNode", "QueueRow", "Reservation", "View", "ViewSource"]
 
 ENDED = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
@@ -17,7 +17,7 @@ ENDED = frozenset(
 """States of jobs that have ended, as squeue names them."""
 
 
-class Job(NamedTuple):
+class QueueRow(NamedTuple):
     """One row of the queue: a job, a task of an array, or all tasks of it that still wait.
 
     Attributes:
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One node and what is allocated of it; GPUs by type."""
 
     name: str
@@ -83,15 +83,15 @@ class View:
         user_shares: the fairshare factor by (account, user).
     """
 
-    jobs: Iterable[Job]
-    nodes: Iterable[Node]
+    jobs: Iterable[QueueRow]
+    nodes: Iterable[ClusterNode]
     statistics: Mapping[str, float] = field(default_factory=dict)
     licenses: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     reservations: tuple[Reservation, ...] = ()
     user_shares: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
-class Source(Protocol):
+class ViewSource(Protocol):
     """Where views come from."""
 
     name: str

@@ -18,12 +18,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.exposition import gzip_accepted
 
-from hpml_exporters.web.passwords import BusyError
+from hpml_exporters.web.passwords import TooManyPasswordsError
 
 if TYPE_CHECKING:
     from hpml_exporters.web.server import Server
 
-__all__ = ["STATUSES", "Client", "Handler", "Limits", "Pages"]
+__all__ = ["STATUSES", "Client", "Handler", "Pages", "RequestLimits"]
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 431, 500, 503, 505)
 """Every status that the server ever sends."""
@@ -60,7 +60,7 @@ class Pages(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of the server; times in seconds, sizes in bytes.
 
     Attributes:
@@ -210,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
             allowed = self.server.passwords.allow(
                 headers.get("Authorization", ""), self.request.peer
             )
-        except BusyError:
+        except TooManyPasswordsError:
             self._tell(503, "too many passwords are being checked", "Retry-After: 1")
             return
         if not allowed:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["BusyError", "Passwords"]
+__all__ = ["Passwords", "TooManyPasswordsError"]
 
 _BCRYPT_BYTES = 72  # bcrypt reads no further
 _REMEMBERED = 128
@@ -25,7 +25,7 @@ _WAITING_OF_ONE_ADDRESS = 4
 _REST = 4  # times the CPU time of the check
 
 
-class BusyError(Exception):
+class TooManyPasswordsError(Exception):
     """Too many passwords of this address wait for their check."""
 
 
@@ -73,7 +73,7 @@ class Passwords:
             return True
         with self._lock:
             if self._waiting[peer] >= _WAITING_OF_ONE_ADDRESS:
-                raise BusyError
+                raise TooManyPasswordsError
             self._waiting[peer] += 1
         try:
             with self._place:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpml_exporters.web.address import listen_on
 from hpml_exporters.web.config import WebConfig, fingerprint, read, tls_context
-from hpml_exporters.web.handler import STATUSES, Client, Handler, Limits, Pages
+from hpml_exporters.web.handler import STATUSES, Client, Handler, Pages, RequestLimits
 from hpml_exporters.web.passwords import Passwords
 
 __all__ = ["Counters", "Server"]
@@ -77,7 +77,7 @@ class Server(ThreadingHTTPServer):
         listen: str,
         web_config: str,
         pages: Pages,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         *,
         any_port: bool = False,
     ) -> None:
@@ -93,7 +93,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("", 0), Handler, bind_and_activate=False)
         self.socket.close()  # `start` opens the one that is used
         self.pages = pages
-        self.limits = limits or Limits()
+        self.limits = limits or RequestLimits()
         self.counters = Counters()
         self.config = WebConfig()
         self.context: ssl.SSLContext | None = None

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["BindingReport", "Place", "Unreadable", "node_topology", "read_binding"]
+__all__ = ["BindingReport", "RankLocation", "Unreadable", "node_topology", "read_binding"]
 
 _SUFFIX = ".proof.json"
 _SHOWN_NODES = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where one rank ran."""
 
     rank: int
@@ -56,7 +56,7 @@ class BindingReport:
     """The binding of an attempt, as far as it was recorded."""
 
     line: str = ""  # a summary in one line; empty if nothing was recorded
-    places: tuple[Place, ...] = ()  # by rank
+    places: tuple[RankLocation, ...] = ()  # by rank
     proofs: tuple[NodeProof, ...] = ()  # of the nodes, by name
     unreadable: tuple[Unreadable, ...] = ()
     fatal: bool = False  # whether the job failed because of ranks in `places` that are wrong
@@ -136,20 +136,20 @@ def _read_proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:
     return proofs, unreadable
 
 
-def _verified(proof: NodeProof, rank: RankProof) -> Place:
+def _verified(proof: NodeProof, rank: RankProof) -> RankLocation:
     """Return what a node's agent verified; with the policy `none` no place is right or wrong."""
-    names = {field.name for field in fields(Place)} - {"node", "right"}
+    names = {field.name for field in fields(RankLocation)} - {"node", "right"}
     common = {name: getattr(rank, name) for name in names}
     right = None if proof.policy == "none" else not rank.wrong
-    return Place(node=proof.node, right=right, **common)
+    return RankLocation(node=proof.node, right=right, **common)
 
 
-def _recorded(record: BindingRecord) -> Place:
+def _recorded(record: BindingRecord) -> RankLocation:
     """Return what hpml-bind recorded of a rank."""
     local_rank = record.get("local_rank")
     number = record["rank"] if local_rank is None else local_rank
     gpus = (record.get("visible") or "").split(",")
-    return Place(
+    return RankLocation(
         rank=record["rank"],
         local_rank=number,
         node=record.get("node") or "?",

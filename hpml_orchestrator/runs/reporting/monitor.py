@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "JOULES_PER_KWH",
-    "Gpu",
     "Monitored",
+    "MonitoredGpu",
     "aggregate_nodes",
     "monitor_lines",
     "monitored_nodes",
@@ -39,7 +39,7 @@ _HALF_GPU = 0.5
 
 
 @dataclass(frozen=True)
-class Gpu:
+class MonitoredGpu:
     """One GPU of a run on one node, or several taken together."""
 
     uuid: str = ""  # empty where several are meant, as is the name
@@ -67,7 +67,7 @@ class Monitored:
     figures: Mapping[str, float] = field(default_factory=dict)
     # What ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
     training: Mapping[str, float] = field(default_factory=dict)
-    gpus: Sequence[Gpu] = ()
+    gpus: Sequence[MonitoredGpu] = ()
 
 
 def numbers(record: object) -> dict[str, float]:
@@ -108,9 +108,9 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
     return nodes
 
 
-def _gpu(record: Mapping[str, object]) -> Gpu:
+def _gpu(record: Mapping[str, object]) -> MonitoredGpu:
     figures = numbers(record)
-    return Gpu(
+    return MonitoredGpu(
         uuid=str(record.get("uuid", "")),
         name=str(record.get("name", "")),
         seconds=figures.pop("seconds", 0.0),
@@ -154,7 +154,7 @@ def aggregate_nodes(nodes: Sequence[Monitored]) -> Monitored | None:
     )
 
 
-def _joined(gpus: Sequence[Gpu]) -> Gpu:
+def _joined(gpus: Sequence[MonitoredGpu]) -> MonitoredGpu:
     """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for gpu in gpus for name in gpu.figures):
@@ -168,7 +168,7 @@ def _joined(gpus: Sequence[Gpu]) -> Gpu:
         else:
             weights = seconds if any(seconds) else [1.0] * len(values)
             figures[name] = sum(map(mul, values, weights)) / sum(weights)
-    return Gpu(
+    return MonitoredGpu(
         seconds=max((gpu.seconds for gpu in gpus), default=0.0),
         figures=figures,
         throttled_seconds=_sums(gpu.throttled_seconds for gpu in gpus),
@@ -227,7 +227,7 @@ def _line(node: Monitored) -> str:
     return "; ".join(filter(None, parts)) or "no data"
 
 
-def _gpu_text(node: Monitored, gpu: Gpu) -> str:
+def _gpu_text(node: Monitored, gpu: MonitoredGpu) -> str:
     """Return what the GPUs of a node did; empty without GPUs."""
     if not node.gpus:
         return ""

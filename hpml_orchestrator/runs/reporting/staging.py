@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.events import Event
     from hpml_orchestrator.records.schema import Marker, StageRecord
 
-__all__ = ["Staged", "collected_lines", "staged_entries", "staged_lines"]
+__all__ = ["StagedEntry", "collected_lines", "staged_entries", "staged_lines"]
 
 _SHORT_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedEntry:
     """One entry of `stage`, on all nodes; figures of time are those of the slowest node."""
 
     name: str
@@ -38,7 +38,7 @@ class Staged:
     digests: tuple[str, ...] = ()  # of names, sizes and contents, each once
 
 
-def staged_entries(ready: Sequence[Event]) -> list[Staged]:
+def staged_entries(ready: Sequence[Event]) -> list[StagedEntry]:
     """Return the entries, in the job file's order, of the events of nodes that became ready."""
     reports: dict[str, list[StageRecord]] = {}
     for event in ready:
@@ -47,10 +47,10 @@ def staged_entries(ready: Sequence[Event]) -> list[Staged]:
     return [_combined(name, of_nodes) for name, of_nodes in reports.items()]
 
 
-def _combined(name: str, nodes: Sequence[StageRecord]) -> Staged:
+def _combined(name: str, nodes: Sequence[StageRecord]) -> StagedEntry:
     rates = filter(None, (node["bytes_per_second"] for node in nodes))
     evicted = (source for node in nodes for source in node.get("evicted", ()))
-    return Staged(
+    return StagedEntry(
         name=name,
         path=nodes[0]["path"],
         nodes=len(nodes),
@@ -67,7 +67,7 @@ def _combined(name: str, nodes: Sequence[StageRecord]) -> Staged:
     )
 
 
-def staged_lines(entries: Sequence[Staged]) -> list[str]:
+def staged_lines(entries: Sequence[StagedEntry]) -> list[str]:
     """Return a line per entry, and one more if the nodes have different data."""
     lines = []
     for entry in entries:
@@ -126,7 +126,7 @@ def _above(path: str) -> str:
     return path.rpartition("/")[0].rpartition("/")[0]
 
 
-def _how(entry: Staged) -> str:
+def _how(entry: StagedEntry) -> str:
     if entry.reused == entry.nodes:
         return f"there already ({_seconds(entry.seconds)})"
     by = f"by {' and '.join(entry.methods)} " if entry.methods else ""

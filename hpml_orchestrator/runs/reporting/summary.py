@@ -16,7 +16,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
     monitored_nodes,
     numbers,
 )
-from hpml_orchestrator.runs.reporting.staging import Staged, collected_lines, staged_entries
+from hpml_orchestrator.runs.reporting.staging import StagedEntry, collected_lines, staged_entries
 from hpml_orchestrator.runs.reporting.timeline import Phase, Timeline, phases
 from hpml_orchestrator.runs.request import recorded_job
 
@@ -39,7 +39,7 @@ class Summary:
     staged_bytes: int = 0  # on all nodes together
     staged_files: int = 0
     staging_seconds: float = 0.0  # of the slowest node
-    stages: list[Staged] = field(default_factory=list)
+    stages: list[StagedEntry] = field(default_factory=list)
     collected: list[CollectedEntry] = field(default_factory=list)  # entries of `collect`, by node
     collected_lines: list[str] = field(default_factory=list)  # the same as text
     nodes: int = 0  # that became ready

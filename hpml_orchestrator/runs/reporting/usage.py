@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["GROUPS", "Selection", "Usage", "recorded_usage", "stored_usage"]
+__all__ = ["GROUPS", "GpuHoursUsage", "Selection", "recorded_usage", "stored_usage"]
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "job": ("cluster", "jobid", "user", "account", "partition", "name"),
@@ -42,7 +42,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Usage:
+class GpuHoursUsage:
     """What one job, or all jobs of a user or an account, did with GPUs.
 
     Attributes:
@@ -98,7 +98,9 @@ class Selection:
     number: int = 20
 
 
-def stored_usage(server: Prometheus, selection: Selection) -> tuple[list[Usage], Usage]:
+def stored_usage(
+    server: Prometheus, selection: Selection
+) -> tuple[list[GpuHoursUsage], GpuHoursUsage]:
     """Return rows, the largest waste first, and the sum of all jobs, as Prometheus stored them.
 
     Raises:
@@ -153,15 +155,15 @@ def stored_usage(server: Prometheus, selection: Selection) -> tuple[list[Usage],
     usages = {
         key: _usage(key[1:], labels, values, findings.get(key, "")) for key, values in found.items()
     }
-    total = usages.pop(("sum",), Usage())
+    total = usages.pop(("sum",), GpuHoursUsage())
     return _sorted(usages.values()), total
 
 
 def _usage(
     key: Sequence[str], labels: Sequence[str], values: Mapping[str, float], finding: str
-) -> Usage:
+) -> GpuHoursUsage:
     hours = {name: value / _SECONDS_PER_HOUR for name, value in values.items()}
-    return Usage(
+    return GpuHoursUsage(
         labels=dict(zip(labels, map(printable, key), strict=True)) if key else {},
         jobs=int(values.get("jobs", 0)),
         gpu_hours=hours.get("gpu", 0.0),
@@ -173,7 +175,7 @@ def _usage(
     )
 
 
-def recorded_usage(store: Store, selection: Selection) -> tuple[list[Usage], Usage]:
+def recorded_usage(store: Store, selection: Selection) -> tuple[list[GpuHoursUsage], GpuHoursUsage]:
     """Return the same of the runs in the records that were submitted since then.
 
     A run without records of its monitor has GPU-hours by what it asked for, and no activity.
@@ -189,7 +191,7 @@ def recorded_usage(store: Store, selection: Selection) -> tuple[list[Usage], Usa
             if not selection.accounts or job.labels["account"] in selection.accounts:
                 jobs.append(job)
     names = GROUPS[selection.by]
-    grouped: dict[tuple[str, ...], list[Usage]] = {}
+    grouped: dict[tuple[str, ...], list[GpuHoursUsage]] = {}
     for job in jobs:
         grouped.setdefault(tuple(job.labels[name] for name in names), []).append(job)
     rows = [_total(members, dict(zip(names, key, strict=True))) for key, members in grouped.items()]
@@ -198,7 +200,7 @@ def recorded_usage(store: Store, selection: Selection) -> tuple[list[Usage], Usa
     return _sorted(rows)[: selection.number], _total(jobs, {})
 
 
-def _of_run(state: State) -> Usage | None:
+def _of_run(state: State) -> GpuHoursUsage | None:
     """Return the usage of a run over all of its attempts; None without GPUs, or if unreadable."""
     try:
         attempt, summary = state.run.newest(), summarise(state)
@@ -230,7 +232,7 @@ def _of_run(state: State) -> Usage | None:
         return None
     cluster, job_id = cluster_job(attempt)
     asked_for = facts.job
-    return Usage(
+    return GpuHoursUsage(
         labels={
             "cluster": cluster,
             "jobid": job_id,
@@ -248,14 +250,14 @@ def _of_run(state: State) -> Usage | None:
     )
 
 
-def _total(jobs: Sequence[Usage], labels: Mapping[str, str]) -> Usage:
+def _total(jobs: Sequence[GpuHoursUsage], labels: Mapping[str, str]) -> GpuHoursUsage:
     """Return several jobs as one: sums, and the finding of most GPU-hours."""
     weight: dict[str, float] = {}
     for job in jobs:
         if job.finding:
             weight[job.finding] = weight.get(job.finding, 0.0) + job.gpu_hours
     energy = [job.energy_kwh for job in jobs if job.energy_kwh is not None]
-    return Usage(
+    return GpuHoursUsage(
         labels=labels,
         jobs=sum(job.jobs for job in jobs),
         gpu_hours=sum(job.gpu_hours for job in jobs),
@@ -266,7 +268,7 @@ def _total(jobs: Sequence[Usage], labels: Mapping[str, str]) -> Usage:
     )
 
 
-def _sorted(rows: Iterable[Usage]) -> list[Usage]:
+def _sorted(rows: Iterable[GpuHoursUsage]) -> list[GpuHoursUsage]:
     """Return the largest waste first; rows of unknown activity last, by their GPU-hours."""
     return sorted(
         rows, key=lambda row: (row.unused_hours is None, -(row.unused_hours or 0.0), -row.gpu_hours)

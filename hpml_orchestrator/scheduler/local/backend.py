@@ -19,7 +19,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.scheduler.local import resources
-from hpml_orchestrator.scheduler.local.jobs import Home, Job, Request
+from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import descendants, send
 from hpml_orchestrator.scheduler.local.queue import Queue, schedule
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
@@ -168,13 +168,13 @@ class LocalScheduler:
                     send(job.supervisor, signal.SIGUSR1)
             schedule(self._home)
 
-    def _schedule(self) -> list[Job]:
+    def _schedule(self) -> list[LocalJob]:
         """Start and end what is due, unless another process is just doing so; return what runs."""
         with contextlib.suppress(SchedulerUnavailable, OSError), self._home.lock(0.0):
             return schedule(self._home)
         return self._home.active()
 
-    def _record(self, request: SubmitRequest) -> Request:
+    def _record(self, request: SubmitRequest) -> LocalRequest:
         """Return the record of a submission, the only source of later calls."""
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
@@ -187,7 +187,7 @@ class LocalScheduler:
             raise
         except HpmlError as error:
             raise SchedulerError(f"no script to submit: {error}", hint=error.hint) from error
-        machine = resources.Machine(
+        machine = resources.LocalMachine(
             tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb()
         )
         os.umask(umask := os.umask(0o022))
@@ -198,7 +198,7 @@ class LocalScheduler:
                 f"backend takes {resources.MAX_TASKS} at once",
                 hint="ask for fewer, or submit it to a Slurm cluster",
             )
-        return Request(
+        return LocalRequest(
             name=request.name or asked.job_name or "job.sh",
             comment=request.comment,
             directory=os.path.abspath(request.directory),
@@ -222,7 +222,7 @@ class LocalScheduler:
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) else _KILL_WAIT_SECONDS
 
 
-def _status(job: Job, queue: Queue, full: str) -> JobStatus:
+def _status(job: LocalJob, queue: Queue, full: str) -> JobStatus:
     status = job.status
     supervisor = job.supervisor if full and job.state is JobState.RUNNING else None
     if supervisor is not None and not descendants(supervisor.pid):

@@ -44,13 +44,13 @@ from hpml_orchestrator.records.files import (
 from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.scheduler.local.processes import Identity, identity, is_alive
-from hpml_orchestrator.scheduler.local.resources import Directives, Machine, Needs, StopSignal
+from hpml_orchestrator.scheduler.local.resources import Directives, LocalMachine, Needs, StopSignal
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Home", "Job", "Request", "Status"]
+__all__ = ["Home", "LocalJob", "LocalRequest", "Status"]
 
 _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
@@ -112,7 +112,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Request:
+class LocalRequest:
     """What was submitted, `job.json`.
 
     Attributes:
@@ -132,24 +132,24 @@ class Request:
     indices: Sequence[int]
     limit: int | None
     needs: Needs
-    machine: Machine
+    machine: LocalMachine
     kill_wait_seconds: float
     umask: int
     after: Sequence[tuple[str, str]]
     submitted: float
 
     @staticmethod
-    def read(path: Path) -> Request:
+    def read(path: Path) -> LocalRequest:
         """Read a request; raises TypeError or KeyError if a field is missing."""
-        known = _fields(Request, read_json(path))
+        known = _fields(LocalRequest, read_json(path))
         directives = _fields(Directives, known.pop("directives"))
         stop_signal = directives.pop("stop_signal")
-        return Request(
+        return LocalRequest(
             directives=Directives(
                 stop_signal=stop_signal and StopSignal(**stop_signal), **directives
             ),
             needs=Needs(**known.pop("needs")),
-            machine=Machine(**known.pop("machine")),
+            machine=LocalMachine(**known.pop("machine")),
             **known,
         )
 
@@ -160,7 +160,7 @@ def _fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Job:
+class LocalJob:
     """One job, or one task of a job array.
 
     Attributes:
@@ -171,7 +171,7 @@ class Job:
     """
 
     directory: Path
-    request: Request = field(repr=False)
+    request: LocalRequest = field(repr=False)
     position: int
     status: Status
 
@@ -254,7 +254,7 @@ class Home:
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
         self.cluster = f"local-{digest[:6]}"
         self._lock_name = f"local-{digest[:16]}.lock"
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, LocalRequest] = {}
         self._over: set[int] = set()
 
     @contextlib.contextmanager
@@ -326,7 +326,7 @@ class Home:
                 hint="set HPML_HOME to the directory of your records",
             ) from error
 
-    def jobs_of(self, number: int, index: int | None = None) -> list[Job]:
+    def jobs_of(self, number: int, index: int | None = None) -> list[LocalJob]:
         """Return the jobs of a submission: all tasks of an array, or the one of an index.
 
         The list is empty without jobs, or if their records cannot be read.
@@ -334,29 +334,29 @@ class Home:
         directory = self._jobs / str(number)
         try:
             if number not in self._requests:
-                self._requests[number] = Request.read(directory / "job.json")
+                self._requests[number] = LocalRequest.read(directory / "job.json")
             request = self._requests[number]
             indices = list(request.indices)
             positions = range(len(indices) or 1)
             if index is not None:
                 positions = range(indices.index(index), indices.index(index) + 1)
             return [
-                Job(directory, request, position, Status.read(directory / f"{position}.json"))
+                LocalJob(directory, request, position, Status.read(directory / f"{position}.json"))
                 for position in positions
             ]
         except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
             return []
 
-    def find(self, job_id: str) -> list[Job]:
+    def find(self, job_id: str) -> list[LocalJob]:
         """Return the jobs of an id: `7` means all tasks of an array, `7_3` one of them."""
         number, _, index = job_id.partition("_")
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
         return self.jobs_of(int(number), int(index) if index else None)
 
-    def active(self) -> list[Job]:
+    def active(self) -> list[LocalJob]:
         """Return the jobs that are not over, in order."""
-        active: list[Job] = []
+        active: list[LocalJob] = []
         for number in self.numbers():
             if number not in self._over:
                 jobs = self.jobs_of(number)
@@ -368,7 +368,7 @@ class Home:
                         os.unlink(self._jobs / str(number) / "environment")
         return active
 
-    def publish(self, request: Request, environment: Mapping[str, str]) -> str:
+    def publish(self, request: LocalRequest, environment: Mapping[str, str]) -> str:
         """Write a new submission and return its id. Needs the lock.
 
         Raises:

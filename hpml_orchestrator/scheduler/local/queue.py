@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.scheduler.local.jobs import Home, Job
+    from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob
 
 __all__ = ["Queue", "schedule"]
 
@@ -58,13 +58,13 @@ class Queue:
         impossible: the pending jobs of which a dependency can no longer be met.
     """
 
-    def __init__(self, home: Home, jobs: Sequence[Job]) -> None:
+    def __init__(self, home: Home, jobs: Sequence[LocalJob]) -> None:
         self._home = home
         self._dependencies: dict[tuple[str, str], bool | None] = {}
         self._holders = [job for job in jobs if job.has_slots]
         running = Counter(job.directory for job in self._holders)
-        self.line: list[Job] = []
-        self.impossible: list[Job] = []
+        self.line: list[LocalJob] = []
+        self.impossible: list[LocalJob] = []
         self._reasons: dict[int, str] = {}
         for job in jobs:
             if job.state is not JobState.PENDING:
@@ -84,14 +84,14 @@ class Queue:
                     self._reasons[job.number] = reason
                 self.line.append(job)
 
-    def reason(self, job: Job) -> str:
+    def reason(self, job: LocalJob) -> str:
         """Return why a pending job waits."""
         if job.number in self._reasons:
             return self._reasons[job.number]
         allocation = self.allocation(job)
         return allocation if isinstance(allocation, str) else "None"
 
-    def allocation(self, job: Job) -> tuple[list[int], list[str]] | str:
+    def allocation(self, job: LocalJob) -> tuple[list[int], list[str]] | str:
         """Return the CPUs and GPUs that the first job in line gets, or why it has to wait."""
         machine, needs = job.request.machine, job.request.needs
         taken_cpus = {cpu for holder in self._holders for cpu in holder.status.cpus}
@@ -123,7 +123,7 @@ class Queue:
         return self._dependencies[job_id, end]
 
 
-def schedule(home: Home) -> list[Job]:
+def schedule(home: Home) -> list[LocalJob]:
     """End jobs that were lost or can never start, start what has room; return what is not over.
 
     Needs the lock. What cannot be written to disk now is tried again by the next call.
@@ -151,12 +151,12 @@ def schedule(home: Home) -> list[Job]:
     return jobs
 
 
-def _end(job: Job, state: JobState, reason: str) -> None:
+def _end(job: LocalJob, state: JobState, reason: str) -> None:
     with contextlib.suppress(RecordError):
         job.save(replace(job.status, state=state, ended=time.time(), reason=reason))
 
 
-def _clean_up_lost_job(job: Job, home: Home) -> str:
+def _clean_up_lost_job(job: LocalJob, home: Home) -> str:
     """End the processes of a job whose supervisor is gone, and return the reason of its end."""
     if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
         return "the machine was restarted while the job ran"
@@ -167,7 +167,7 @@ def _clean_up_lost_job(job: Job, home: Home) -> str:
     return "the job's supervisor died; its processes were killed"
 
 
-def _start(home: Home, job: Job, cpus: Sequence[int], gpus: Sequence[str]) -> None:
+def _start(home: Home, job: LocalJob, cpus: Sequence[int], gpus: Sequence[str]) -> None:
     """Allocate CPUs and GPUs and start a supervisor, which claims the job under the lock.
 
     Dying in between does no harm: a later call starts another one, and only the first claims.

@@ -24,12 +24,12 @@ from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_tim
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.scheduler.local.jobs import Job
+    from hpml_orchestrator.scheduler.local.jobs import LocalJob
 
 __all__ = [
     "MAX_TASKS",
     "Directives",
-    "Machine",
+    "LocalMachine",
     "Needs",
     "StopSignal",
     "cpu_ids",
@@ -94,7 +94,7 @@ class Directives:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """This machine: ids of its CPUs (hardware threads) and GPUs, its memory in MiB (0: unknown)."""
 
     cpus: tuple[int, ...]
@@ -250,7 +250,7 @@ def short_hostname() -> str:
     return socket.gethostname().partition(".")[0] or "localhost"
 
 
-def needs_of(asked: Directives, machine: Machine) -> Needs:
+def needs_of(asked: Directives, machine: LocalMachine) -> Needs:
     """Return the CPUs and GPUs of a job.
 
     Raises:
@@ -294,7 +294,7 @@ def _refuse(asked: Directives, names: list[str], wanted: str, available: str) ->
     )
 
 
-def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
+def slurm_variables(job: LocalJob, cluster: str) -> dict[str, str]:
     """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
     request, cpus, gpus = job.request, job.status.cpus, job.status.gpus
     asked, started = request.directives, job.status.started or 0.0

@@ -34,7 +34,7 @@ from hpml_orchestrator.scheduler.local.resources import StopSignal, slurm_variab
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.scheduler.local.jobs import Job
+    from hpml_orchestrator.scheduler.local.jobs import LocalJob
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ class _Signals:
 class _Run:
     """One job from its first process to its last."""
 
-    job: Job
+    job: LocalJob
 
     def __init__(self, home: Home) -> None:
         self.home = home
@@ -97,7 +97,7 @@ class _Run:
         self.limit_at = self.warn_at = self.kill_at = _NEVER  # a laptop's sleep does not count
         self.warning: StopSignal | None = None
 
-    def until_over(self, job: Job) -> None:
+    def until_over(self, job: LocalJob) -> None:
         """Run the job and record its end."""
         self.job = job
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)

@@ -32,7 +32,7 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     SQUEUE_FORMAT,
     TASK,
     UNIT,
-    Row,
+    QueueEntry,
     escape_output,
     escape_task_output,
     match,
@@ -230,7 +230,7 @@ class SlurmScheduler:
         last, now = self._last, self._clock.monotonic()
         if last and now - last.at < _MIN_INTERVAL_SECONDS and last.job_ids.issuperset(asked):
             return {key: last.statuses[key] for key in asked if key in last.statuses}
-        rows: list[Row] = []
+        rows: list[QueueEntry] = []
         for chunk in _chunks(_whole(asked)):
             rows += self._squeue_jobs(chunk)
         statuses = match(rows, asked)
@@ -317,7 +317,7 @@ class SlurmScheduler:
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""
-        rows: list[Row] = []
+        rows: list[QueueEntry] = []
         try:
             for chunk in _chunks(_whole(job_ids)):
                 rows += self._sacct([f"--jobs={','.join(chunk)}"])
@@ -339,7 +339,7 @@ class SlurmScheduler:
                 statuses[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
         return statuses
 
-    def _squeue_jobs(self, job_ids: Sequence[str]) -> list[Row]:
+    def _squeue_jobs(self, job_ids: Sequence[str]) -> list[QueueEntry]:
         # squeue reads "28+1" as 28. One unknown id on its own is an error, among others it is not;
         # versions may differ, and the list of all own jobs answers in any case.
         asked = ",".join(dict.fromkeys(job_id.partition("+")[0] for job_id in job_ids))
@@ -355,7 +355,7 @@ class SlurmScheduler:
             return [] if len(job_ids) == 1 else self._squeue(["--me"])
         return rows
 
-    def _squeue(self, which: Sequence[str]) -> list[Row]:
+    def _squeue(self, which: Sequence[str]) -> list[QueueEntry]:
         argv = ["squeue", *which, "--all", "--states=all", "--noheader"]
         done = self._read_command([*argv, f"--Format={SQUEUE_FORMAT}"])
         if done.returncode == 0:
@@ -364,7 +364,7 @@ class SlurmScheduler:
             raise _NoSuchJobError(clean(done.stderr))
         raise slurm_error("squeue", done)
 
-    def _sacct(self, which: Sequence[str]) -> list[Row]:
+    def _sacct(self, which: Sequence[str]) -> list[QueueEntry]:
         """Return accounting's rows; none where the cluster keeps no accounting."""
         if not self._accounting:
             return []
@@ -426,7 +426,7 @@ class _NoSuchJobError(SchedulerError):
     """The controller answered that it has none of the jobs."""
 
 
-def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
+def _ids_in(rows: Sequence[QueueEntry], directory: Path) -> set[str]:
     wanted = {str(directory), os.path.realpath(directory)}
     return {
         row.shown_id.split("_")[0].split("+")[0] for row in rows if row.status.directory in wanted

@@ -25,7 +25,7 @@ __all__ = [
     "HeaderError",
     "Option",
     "OptionTable",
-    "Word",
+    "OptionWord",
     "header_words",
     "read_options",
 ]
@@ -54,7 +54,7 @@ class HeaderError(ValueError):
 
 
 @dataclass(frozen=True)
-class Word:
+class OptionWord:
     """A word of the header or of a command line, and its line in the script."""
 
     text: str
@@ -112,7 +112,7 @@ class OptionTable:
         return fits.pop() if len(fits) == 1 else None
 
 
-def header_words(script: str) -> Iterator[Word]:
+def header_words(script: str) -> Iterator[OptionWord]:
     """Yield the words of all directives, in order; sbatch reads them as one command line.
 
     Raises:
@@ -126,8 +126,8 @@ def header_words(script: str) -> Iterator[Word]:
 
 
 def read_options(
-    words: Sequence[Word], table: OptionTable, *, stop: bool = False
-) -> tuple[list[Option], list[Word]]:
+    words: Sequence[OptionWord], table: OptionTable, *, stop: bool = False
+) -> tuple[list[Option], list[OptionWord]]:
     """Return the options of a command line, and the words that are none.
 
     Args:
@@ -142,7 +142,7 @@ def read_options(
     rest = list(words)
     rest.reverse()  # taken from the end: a long command line is read once
     options: list[Option] = []
-    others: list[Word] = []
+    others: list[OptionWord] = []
     while rest:
         word = rest.pop()
         if word.text == "--":
@@ -159,7 +159,7 @@ def read_options(
     return options, [*others, *reversed(rest)]
 
 
-def _long(word: Word, rest: list[Word], table: OptionTable) -> Option:
+def _long(word: OptionWord, rest: list[OptionWord], table: OptionTable) -> Option:
     spelling, equals, value = word.text[2:].partition("=")
     name = table.resolve(spelling)
     shown = word.text
@@ -168,7 +168,7 @@ def _long(word: Word, rest: list[Word], table: OptionTable) -> Option:
     return Option(name or spelling, value, shown, word.line, name is not None)
 
 
-def _short(word: Word, rest: list[Word], table: OptionTable) -> Iterator[Option]:
+def _short(word: OptionWord, rest: list[OptionWord], table: OptionTable) -> Iterator[Option]:
     letters = word.text[1:]
     while letters:
         letter, letters = letters[0], letters[1:]
@@ -184,7 +184,7 @@ def _short(word: Word, rest: list[Word], table: OptionTable) -> Iterator[Option]
         return
 
 
-def _take(rest: list[Word], shown: str, line: int, *, known: bool) -> tuple[str, str]:
+def _take(rest: list[OptionWord], shown: str, line: int, *, known: bool) -> tuple[str, str]:
     if not rest or (not known and rest[-1].text.startswith("-")):
         if known:
             raise HeaderError(line, f"{shown}: a value is missing", "write it behind the option")
@@ -193,7 +193,7 @@ def _take(rest: list[Word], shown: str, line: int, *, known: bool) -> tuple[str,
     return value, f"{shown} {value}"
 
 
-def _split(text: str, number: int) -> Iterator[Word]:
+def _split(text: str, number: int) -> Iterator[OptionWord]:
     position = 0
     while True:
         position += len(text[position:]) - len(text[position:].lstrip(_BLANKS))
@@ -217,7 +217,7 @@ def _split(text: str, number: int) -> Iterator[Word]:
             )
         if not word:
             return  # sbatch stops at an empty word as it does at the end of the line
-        yield Word(word, number)
+        yield OptionWord(word, number)
 
 
 _COMMON_VALUES = """

@@ -32,7 +32,7 @@ __all__ = [
     "SACCT_FIELDS",
     "SQUEUE_FORMAT",
     "TASK",
-    "Row",
+    "QueueEntry",
     "escape_output",
     "escape_task_output",
     "match",
@@ -72,7 +72,7 @@ _CODE_SHIFT = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class QueueEntry:
     """One row: a job, one task of an array, or all tasks of it that still wait.
 
     Attributes:
@@ -185,13 +185,13 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def parse_squeue(text: str) -> list[Row]:
+def parse_squeue(text: str) -> list[QueueEntry]:
     """Return the rows of `squeue --Format=SQUEUE_FORMAT`, without other lines."""
     rows = (_row(record.lstrip("\r\n"), restarts=True) for record in text.split(RECORD))
     return [row for row in rows if row]
 
 
-def parse_sacct(text: str) -> list[Row]:
+def parse_sacct(text: str) -> list[QueueEntry]:
     """Return the rows of `sacct --format=SACCT_FIELDS`, without other lines."""
     # A newline in a name or a directory does not begin a row; an id and a separator do.
     records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
@@ -199,13 +199,13 @@ def parse_sacct(text: str) -> list[Row]:
     return [row for row in rows if row]
 
 
-def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
+def match(rows: Iterable[QueueEntry], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """Return the status of each id that was asked for, as far as the rows know it.
 
     An array's own id gets the `representative` status of its tasks.
     """
-    by_id: dict[str, list[Row]] = {}
-    several: dict[str, list[Row]] = {}
+    by_id: dict[str, list[QueueEntry]] = {}
+    several: dict[str, list[QueueEntry]] = {}
     for row in rows:
         base, _, task = row.shown_id.partition("_")
         for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
@@ -226,7 +226,7 @@ def _base(job_id: str) -> str:
     return re.split(r"[_+]", job_id, maxsplit=1)[0]
 
 
-def _row(text: str, *, restarts: bool) -> Row | None:
+def _row(text: str, *, restarts: bool) -> QueueEntry | None:
     fields = text.split(UNIT, len(_SQUEUE_FIELDS) - 1)
     if len(fields) != len(_SQUEUE_FIELDS) or not _number(fields[0].strip()):
         return None
@@ -250,7 +250,7 @@ def _row(text: str, *, restarts: bool) -> Row | None:
         name=fields[10],
         directory=fields[11],
     )
-    return Row(fields[0].strip(), shown_id, status)
+    return QueueEntry(fields[0].strip(), shown_id, status)
 
 
 def _number(text: str) -> bool:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.cluster import (
     Association,
+    ClusterLimits,
     Gres,
-    Limits,
     Node,
     Partition,
     Qos,
@@ -81,7 +81,7 @@ _MARKS = {
     "^": "REBOOT_ISSUED",
     "-": "PLANNED",
 }
-_DEFAULTS = Limits()
+_DEFAULTS = ClusterLimits()
 
 
 class Fields(dict[str, str]):
@@ -134,12 +134,12 @@ def parse_config(text: str) -> Fields:
     return config
 
 
-def limits_from(config: Fields) -> Limits:
+def limits_from(config: Fields) -> ClusterLimits:
     """Return the limits of the whole cluster, from `scontrol show config`."""
     script = re.search(r"\bmax_script_size=(\d{1,12})\b", config["SchedulerParameters"], re.ASCII)
     enforce = config["EnforcePartLimits"].upper()
     preempts = config["PreemptType"].rpartition("/")[2] not in ("", "none", "(null)")
-    return Limits(
+    return ClusterLimits(
         version=parse_version(config["SLURM_VERSION"]),
         cluster=_plain(config["ClusterName"]),
         max_array_size=read_count(config["MaxArraySize"]) or _DEFAULTS.max_array_size,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.bench.job import Nodes, Size, own_python, parse_nodes, size_of
+from hpml_orchestrator.bench.job import BenchSize, Nodes, own_python, parse_nodes, size_of
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Limits, Node, Partition
+from hpml_orchestrator.scheduler.cluster import Cluster, ClusterLimits, Gres, Node, Partition
 from hpml_orchestrator.spec.job import Job
 from tests.unit.local_runs import Desk
 
@@ -149,7 +149,7 @@ def cluster(*nodes: Node, **fields: Any) -> Cluster:
         Partition("gpu", nodes=tuple(n for n in names if n.startswith("g"))),
         Partition("all", nodes=names),
     )
-    return Cluster(Limits(), partitions, nodes)
+    return Cluster(ClusterLimits(), partitions, nodes)
 
 
 def gpu_node(name: str, count: int = 4, **fields: Any) -> Node:
@@ -164,18 +164,18 @@ MIXED = cluster(*SMALL, Node("n4", cpus=32, memory_mib=64_000), gpu_node("g1"), 
 @pytest.mark.parametrize(
     ("nodes", "partition", "expected"),
     [
-        ("2", None, Size(8, 0, 1800, exclude=("n4",))),
-        ("n4", None, Size(32, 0, 4096)),
-        ("n1,n4", None, Size(8, 0, 1800)),
-        ("1", "gpu", Size(64, 4, 20_480, exclude=("g2",))),
-        ("g[1-2]", None, Size(64, 4, 20_480, "gpu")),
-        ("n1,g1", None, Size(8, 0, 1800, "all")),
-        ("g2", "gpu", Size(64, 8, 36_864)),
-        ("9", "nowhere", Size()),
+        ("2", None, BenchSize(8, 0, 1800, exclude=("n4",))),
+        ("n4", None, BenchSize(32, 0, 4096)),
+        ("n1,n4", None, BenchSize(8, 0, 1800)),
+        ("1", "gpu", BenchSize(64, 4, 20_480, exclude=("g2",))),
+        ("g[1-2]", None, BenchSize(64, 4, 20_480, "gpu")),
+        ("n1,g1", None, BenchSize(8, 0, 1800, "all")),
+        ("g2", "gpu", BenchSize(64, 8, 36_864)),
+        ("9", "nowhere", BenchSize()),
     ],
 )
 def test_the_job_asks_for_whole_nodes_of_one_kind(
-    nodes: str, partition: str | None, expected: Size
+    nodes: str, partition: str | None, expected: BenchSize
 ) -> None:
     """CPUs, GPUs and memory are those of the smallest node that may be measured."""
     assert size_of(parse_nodes(nodes), partition, MIXED) == expected
@@ -187,17 +187,17 @@ def test_the_job_asks_for_whole_nodes_of_one_kind(
         (Nodes(1, ("n11",)), MIXED, "does not exist", "did you mean n1?"),
         (
             Nodes(2, ("n1", "g1")),
-            Cluster(Limits(), MIXED.partitions[:2], MIXED.nodes),
+            Cluster(ClusterLimits(), MIXED.partitions[:2], MIXED.nodes),
             "none of the partitions has all of these nodes",
             "there are main and gpu",
         ),
-        (Nodes(1), Cluster(Limits(), (), ()), "", ""),
+        (Nodes(1), Cluster(ClusterLimits(), (), ()), "", ""),
     ],
 )
 def test_nodes_that_no_job_can_have(nodes: Nodes, known: Cluster, message: str, hint: str) -> None:
     """A name that is mistyped, and names that are in no partition together."""
     if not message:  # hidden from this user: the job is small, unless --set makes it larger
-        assert size_of(nodes, None, known) == Size()
+        assert size_of(nodes, None, known) == BenchSize()
         return
     with pytest.raises(InputError, match=message) as caught:
         size_of(nodes, None, known)

@@ -12,29 +12,29 @@ import pytest
 
 from hpml_orchestrator.bench.figures import ANSWER, figure, repeated
 from hpml_orchestrator.bench.judge import UNCERTAIN, judge
-from hpml_orchestrator.bench.results import Figure, Measurement
+from hpml_orchestrator.bench.results import Measurement, Rate
 
 # GFLOP/s of each of two cores and GB/s of both, of repeats of 0.1 s in their order, as measure_cpu
 # and measure_memory took them on a virtual machine with two CPUs.
 RECORDED: dict[str, list[list[float]]] = json.loads(
     Path(__file__).with_name("repeats.json").read_text()
 )
-Made = Callable[[Sequence[Sequence[float]]], Figure]
+Made = Callable[[Sequence[Sequence[float]]], Rate]
 
 
 @pytest.fixture
 def made(capsys: pytest.CaptureFixture[str]) -> Made:
     """Return the figure that a part prints for its repeats."""
 
-    def make(tracks: Sequence[Sequence[float]]) -> Figure:
+    def make(tracks: Sequence[Sequence[float]]) -> Rate:
         figure("cpu", tracks, "FLOP/s")
         line = capsys.readouterr().out.strip().removeprefix(ANSWER)
-        return Figure(**json.loads(line)["figures"]["cpu"])
+        return Rate(**json.loads(line)["figures"]["cpu"])
 
     return make
 
 
-def named(figure: Figure, other: Figure) -> list[str]:
+def named(figure: Rate, other: Rate) -> list[str]:
     """Return the nodes that are named if one has the figure and its sibling has the other."""
     pair = [
         Measurement(node, "type", "now", 0.0, figures={"cpu": one})

@@ -13,10 +13,10 @@ import pytest
 
 from hpml_orchestrator.bench.judge import judge
 from hpml_orchestrator.bench.results import (
-    Figure,
-    Gpu,
+    BenchGpu,
     Measurement,
     Missing,
+    Rate,
     directories_of,
     keep,
     node_type,
@@ -39,7 +39,7 @@ def node(
     *,
     spread: float = 0.005,
     missing: Mapping[str, Missing] | None = None,
-    gpus: tuple[Gpu, ...] = (),
+    gpus: tuple[BenchGpu, ...] = (),
     at: float = 1000.0,
     torch: str = "2.5",
     kind: str = "cpu",
@@ -56,7 +56,7 @@ def node(
         torch=torch,
         gpus=gpus,
         figures={
-            name.replace("__" if "__" in name else "_", "."): Figure(value, UNIT, spread)
+            name.replace("__" if "__" in name else "_", "."): Rate(value, UNIT, spread)
             for name, value in figures.items()
         },
         missing=missing or {},
@@ -124,7 +124,7 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
             [
                 node(
                     "a",
-                    gpus=(Gpu(H100, "1"), Gpu(H100, "2"), Gpu(H100, "3")),
+                    gpus=(BenchGpu(H100, "1"), BenchGpu(H100, "2"), BenchGpu(H100, "3")),
                     gpu0__memory=2.9e12,
                     gpu1__memory=2.9e12,
                     gpu2__memory=2.6e12,
@@ -135,17 +135,17 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
             id="a slow GPU",
         ),
         pytest.param(
-            [node("a", gpus=(Gpu(H100),), gpu0__matmul__bfloat16=450e12)],
+            [node("a", gpus=(BenchGpu(H100),), gpu0__matmul__bfloat16=450e12)],
             [],
             [("a", "specification")],
             id="below half of the specification",
         ),
         pytest.param(
-            [node("a", gpus=(Gpu(H100),), gpu0__matmul__bfloat16=620e12)], [], [], id="quick run"
+            [node("a", gpus=(BenchGpu(H100),), gpu0__matmul__bfloat16=620e12)], [], [], id="quick"
         ),
         pytest.param(
-            [node("a", gpus=(Gpu(H100, "new"),), gpu0__memory=2.5e12)],
-            [node("a", "r1", gpus=(Gpu(H100, "old"),), gpu0__memory=3e12)],
+            [node("a", gpus=(BenchGpu(H100, "new"),), gpu0__memory=2.5e12)],
+            [node("a", "r1", gpus=(BenchGpu(H100, "old"),), gpu0__memory=3e12)],
             [],
             id="a GPU that was replaced",
         ),
@@ -185,15 +185,15 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     [
         ("node", 0.9, (), "no answer within 40 s", False),
         ("node", 0.2, (), "no answer within 40 s", True),
-        ("node", 0.9, (Gpu(H100),), "no answer within 40 s", True),
-        ("gpu0", 0.9, (Gpu(H100),), "no answer within 45 s", True),
-        ("cpu", 0.9, (Gpu(H100),), "no answer within 40 s", False),
+        ("node", 0.9, (BenchGpu(H100),), "no answer within 40 s", True),
+        ("gpu0", 0.9, (BenchGpu(H100),), "no answer within 45 s", True),
+        ("cpu", 0.9, (BenchGpu(H100),), "no answer within 40 s", False),
         ("disk", 0.9, (), "no answer within 40 s", True),
         ("node", 0.9, (), "ended with status 1", True),
     ],
 )
 def test_a_part_without_cpus_is_no_fault(
-    part: str, load: float, gpus: tuple[Gpu, ...], reason: str, is_fault: bool
+    part: str, load: float, gpus: tuple[BenchGpu, ...], reason: str, is_fault: bool
 ) -> None:
     """What computes on CPUs that other processes have is late; disks and crashes are faults."""
     made = node("a", gpus=gpus, missing={part: Missing(reason, failed=True)}, disk_read=5)
@@ -212,7 +212,7 @@ def test_a_node_that_scatters_is_not_called_normal() -> None:
         ["wild", "unclear"],
         ["2", "of 2 figures are too uncertain to judge"],
     ]
-    calm = replace(wild, figures={**wild.figures, "disk.read": Figure(5, UNIT)})
+    calm = replace(wild, figures={**wild.figures, "disk.read": Rate(5, UNIT)})
     assert not judge([calm], [replace(calm, run="r1")]).is_unclear("wild")
 
 
@@ -309,7 +309,7 @@ def test_a_device_has_a_source_and_plausible_figures() -> None:
 def test_results_survive_the_disk(tmp_path: Path) -> None:
     """What is kept is read again; damaged, foreign and half-written files are passed over."""
     made = replace(
-        node("a", gpus=(Gpu(H100, "u"),), gpu0__memory=3e12, disk_read=5.0),
+        node("a", gpus=(BenchGpu(H100, "u"),), gpu0__memory=3e12, disk_read=5.0),
         curves={"node": [(2, 4096.0, 1e-5)]},
         missing={"cpu": Missing("needs PyTorch")},
     )
@@ -401,10 +401,22 @@ def test_the_roof_of_a_report(
     """The nodes' own newest measurements, else their type's, else the specification."""
     day = 86_400.0
     kept = [
-        node("a", "old", gpus=(Gpu(H100),), gpu0__memory=1e12, at=day),
-        node("a", "new", gpus=(Gpu(H100),), gpu0__memory=3e12, gpu0__matmul__tf32=1.0, at=day + 9),
+        node("a", "old", gpus=(BenchGpu(H100),), gpu0__memory=1e12, at=day),
         node(
-            "b", "new", gpus=(Gpu(H100),), gpu0__memory=2.8e12, gpu0__matmul__tf32=1.0, at=day + 9
+            "a",
+            "new",
+            gpus=(BenchGpu(H100),),
+            gpu0__memory=3e12,
+            gpu0__matmul__tf32=1.0,
+            at=day + 9,
+        ),
+        node(
+            "b",
+            "new",
+            gpus=(BenchGpu(H100),),
+            gpu0__memory=2.8e12,
+            gpu0__matmul__tf32=1.0,
+            at=day + 9,
         ),
         node("plain", "r", host__memory__domain0=10.0, host__memory__domain1=20.0, at=day),
         node("gpu1", "r", kind="big", disk_read=7.0, at=day),
@@ -421,7 +433,7 @@ def test_a_file_server_is_as_fast_as_for_the_fewest_readers(tmp_path: Path) -> N
     """What eight nodes got at the same time is not what one node can read."""
     alone = node("a", shared_read=400)
     crowd = node("b", shared_read=50)
-    crowd = replace(crowd, figures={"shared.read": Figure(50, UNIT, ranks=8)})
+    crowd = replace(crowd, figures={"shared.read": Rate(50, UNIT, ranks=8)})
     keep([alone, crowd], [tmp_path])
     peaks = peaks_for(["a", "b"], "", directories=[tmp_path])
     assert peaks is not None
@@ -436,7 +448,7 @@ def test_without_results_there_is_no_roof(tmp_path: Path) -> None:
 
 def test_gpus_without_pytorch_keep_their_specification(tmp_path: Path) -> None:
     """Disks are measured, the GPU is as specified, and the origin names both."""
-    keep([node("a", gpus=(Gpu(H100),), disk_read=7.0, at=0.0)], [tmp_path])
+    keep([node("a", gpus=(BenchGpu(H100),), disk_read=7.0, at=0.0)], [tmp_path])
     peaks = peaks_for(["a"], H100, directories=[tmp_path])
     assert peaks is not None
     assert (peaks.local_disk_read, peaks.flops["bfloat16"]) == (7.0, 989e12)

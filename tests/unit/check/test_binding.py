@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.binding import (
-    Shape,
+    NodeShape,
     check_binding,
     shape_of_kind,
     shape_of_node,
 )
-from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.scheduler.cluster import Node
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import NodeType
 from tests.unit.placement.machines import intel, milan
 
-INTEL = Shape("node type cpu", cores=16, cpus_per_core=2, sockets=2, domains=4)
+INTEL = NodeShape("node type cpu", cores=16, cpus_per_core=2, sockets=2, domains=4)
 
 
 def found(
-    *shapes: Shape, whole: bool = False, binding: Any = "gpu-local", **resources: Any
-) -> list[Finding]:
+    *shapes: NodeShape, whole: bool = False, binding: Any = "gpu-local", **resources: Any
+) -> list[CheckFinding]:
     one = Job.model_validate(
         {"name": "a", "command": ["true"], "resources": resources, "binding": binding}
     )
@@ -128,14 +128,14 @@ def test_no_binding_has_no_needs() -> None:
 def test_shapes_are_those_of_the_nodes() -> None:
     """By the topology if there is one, else by the profile's numbers or Slurm's."""
     threaded = NodeType.model_validate({"cpus": 32})
-    assert shape_of_kind("x", threaded, intel(())) == Shape("node type x", 16, 2, 2, 2)
+    assert shape_of_kind("x", threaded, intel(())) == NodeShape("node type x", 16, 2, 2, 2)
     one_each = NodeType.model_validate({"cpus": 16})
     assert shape_of_kind("x", one_each, intel(())).cpus_per_core == 1, "Slurm counts cores there"
     assert shape_of_kind("x", NodeType(), milan()).domains == 4
     numbers = {"sockets": 2, "cores_per_socket": 8, "threads_per_core": 2}
-    assert shape_of_kind("x", NodeType.model_validate(numbers), None) == Shape(
+    assert shape_of_kind("x", NodeType.model_validate(numbers), None) == NodeShape(
         "node type x", 16, 2, 2
     )
-    assert shape_of_kind("x", NodeType(), None) == Shape("node type x")
+    assert shape_of_kind("x", NodeType(), None) == NodeShape("node type x")
     node = Node("n1", sockets=2, cores_per_socket=8, threads_per_core=2, cpus=32)
-    assert shape_of_node(node) == Shape("node n1", 16, 2, 2)
+    assert shape_of_node(node) == NodeShape("node n1", 16, 2, 2)

@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.check.job import CheckReport, check_job, check_local, invalid_job, refusal
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
-from hpml_orchestrator.scheduler.local.resources import Machine
+from hpml_orchestrator.scheduler.local.resources import LocalMachine
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
@@ -143,7 +143,7 @@ def test_the_check_follows_the_sites_rules(
 )
 def test_this_machine_has_what_it_has(asked: Job, limits: dict[str, Any]) -> None:
     """Nodes, GPUs, CPUs, memory and tasks are compared with the local backend's."""
-    findings = check_local(asked, Machine((0, 1), ("0",), 4096))
+    findings = check_local(asked, LocalMachine((0, 1), ("0",), 4096))
     assert {finding.code: finding.limit for finding in findings} == limits
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
-from hpml_orchestrator.scheduler.cluster import Cluster, Limits, Partition
+from hpml_orchestrator.scheduler.cluster import Cluster, ClusterLimits, Partition
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import Site
 
@@ -129,13 +129,13 @@ def test_a_full_file_system(
     assert [one.code for one in found] == [f"checkpoint.{code}"] * bool(code)
 
 
-PREEMPTS = Limits(preemption="REQUEUE")
+PREEMPTS = ClusterLimits(preemption="REQUEUE")
 
 
 @pytest.mark.parametrize(
     ("limits", "partition", "own", "profile", "notes"),
     [
-        (Limits(), {}, {}, {}, []),
+        (ClusterLimits(), {}, {}, {}, []),
         (PREEMPTS, {}, {}, {}, ["has only Slurm's KillWait to save"]),
         (PREEMPTS, {"grace_seconds": 90}, {}, {}, ["has 00:01:30 to save (GraceTime)"]),
         (PREEMPTS, {"priority_tier": 10}, {}, {}, []),
@@ -143,11 +143,11 @@ PREEMPTS = Limits(preemption="REQUEUE")
         (PREEMPTS, {"preemption": "SUSPEND"}, {}, {}, ["is suspended and continues by itself"]),
         (PREEMPTS, {}, {"requeue": ["hang"]}, {}, []),
         (PREEMPTS, {}, {"enabled": False}, {}, []),
-        (Limits(), {}, {}, {"requeue": "no"}, ["the run continues as a new job"]),
+        (ClusterLimits(), {}, {}, {"requeue": "no"}, ["the run continues as a new job"]),
     ],
 )
 def test_what_a_run_can_expect_of_the_cluster(
-    limits: Limits,
+    limits: ClusterLimits,
     partition: dict[str, Any],
     own: dict[str, Any],
     profile: dict[str, Any],

@@ -25,7 +25,7 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.sweeps.scaling import Arguments
+from hpml_orchestrator.sweeps.scaling import ProgramArguments
 
 JOBS = Path(__file__).parents[3] / "training_jobs"
 SMALL = Path(__file__).with_name("memory_jobs.py")
@@ -49,7 +49,7 @@ def job_of(tmp_path: Path, **fields: Any) -> Job:
 
 
 def with_batch(words: Any, batch: int) -> list[str]:
-    changed = Arguments(words)
+    changed = ProgramArguments(words)
     changed.set("--batch-size", str(batch))
     return changed.words
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.spec.job import Job
 
 TLS = "tls_server_config: {cert_file: c, key_file: k"
 USERS = f"basic_auth_users: {{a: $2y$10${'x' * 53}}}"
-Found = list[Finding]
+Found = list[CheckFinding]
 
 
 def told(*, missing: str = "", gpus: int = 0, **monitor: Any) -> Found:

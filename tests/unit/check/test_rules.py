@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.check.job import check_local
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.cluster import (
     Association,
     Cluster,
+    ClusterLimits,
     Gres,
-    Limits,
     Node,
     Partition,
     Qos,
 )
-from hpml_orchestrator.scheduler.local.resources import Machine
+from hpml_orchestrator.scheduler.local.resources import LocalMachine
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import Site
 
@@ -43,7 +43,7 @@ MAIN = Partition("main", default=True, nodes=ALL, max_seconds=2 * HOUR)
 LONG = Partition("long", nodes=ALL[:2], max_seconds=168 * HOUR, max_nodes=1)
 GPUS = Partition("gpus", nodes=ALL[2:], max_seconds=24 * HOUR)
 ENFORCED = frozenset({"associations", "limits", "qos"})
-LIMITS = Limits(
+LIMITS = ClusterLimits(
     accounting=True,
     accounting_enforce=ENFORCED,
     default_memory_per_cpu_mib=500,
@@ -75,7 +75,7 @@ def job(stage: Any = (), **resources: Any) -> Job:
     )
 
 
-def found(cluster: Cluster = CLUSTER, **resources: Any) -> dict[str, Finding]:
+def found(cluster: Cluster = CLUSTER, **resources: Any) -> dict[str, CheckFinding]:
     """What is found of a job that requests these resources, by code."""
     return {finding.code: finding for finding in check(job(**resources), cluster).findings}
 
@@ -259,7 +259,7 @@ def test_too_many_cpus_are_blamed_on_the_field_that_asks_for_them(
     """CPUs are ranks times CPUs per rank: a default is never to blame."""
     finding = found(**asked)["cpus.most"]
     assert (finding.field, finding.value) == (f"resources.{field}", asked[field])
-    (here,) = (one for one in check_local(job(**asked), Machine((0, 1), ("0",) * 4, 0)))
+    (here,) = (one for one in check_local(job(**asked), LocalMachine((0, 1), ("0",) * 4, 0)))
     assert (here.code, here.field) == ("local.cpus", f"resources.{field}")
 
 
@@ -401,7 +401,9 @@ def test_idle_nodes_that_fit_are_counted() -> None:
 @pytest.mark.parametrize(("value", "shown"), [(True, "true"), (False, "false")])
 def test_a_finding_shows_a_value_as_the_job_file_has_it(value: bool, shown: str) -> None:
     """Not as Python does."""
-    finding = Finding("warning", "monitor.port", "monitor.enabled", value, "its port may be taken")
+    finding = CheckFinding(
+        "warning", "monitor.port", "monitor.enabled", value, "its port may be taken"
+    )
     assert str(finding) == f"monitor.enabled ({shown}): its port may be taken"
 
 

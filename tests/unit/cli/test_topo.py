@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.runs.reporting.binding import Place
+from hpml_orchestrator.runs.reporting.binding import RankLocation
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import Core, Domain, Topology
 from hpml_orchestrator.topology.recognise import parse_xml, read_topology
@@ -167,7 +167,7 @@ def test_nothing_in_a_picture_overlaps(file: str, ranks: str) -> None:
     cpus = sorted(machine.cpus)
     wrong = ("runs where it should not, and this is said at length " * 3,)
     places = [
-        Place(1000 + n, n, "n1", machine.gpus[0].name, format_list(cpus[n::5]), wrong=wrong)
+        RankLocation(1000 + n, n, "n1", machine.gpus[0].name, format_list(cpus[n::5]), wrong=wrong)
         for n in range(6)
     ]
     boxes = {
@@ -193,7 +193,11 @@ def test_a_core_of_several_ranks_is_grey() -> None:
     machine = Topology(
         "", (Core(0, 0, 0, (0, 4)), Core(1, 0, 0, (1, 5))), (Domain(0, (0, 1, 4, 5)),)
     )
-    places = [Place(7, 0, "n", cpus="0"), Place(8, 1, "n", cpus="1,5"), Place(9, 2, "n", cpus="5")]
+    places = [
+        RankLocation(7, 0, "n", cpus="0"),
+        RankLocation(8, 1, "n", cpus="1,5"),
+        RankLocation(9, 2, "n", cpus="5"),
+    ]
     words = texts(picture(machine, title="]]>&\x00", ranks=boxes_of_places(places)))
     assert (words.count("7"), words.count("x2"), words.count("8")) == (1, 1, 0)
     assert "ranks (several ranks share grey cores)" in words

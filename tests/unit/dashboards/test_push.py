@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hpml_dashboards import JSON
-from hpml_dashboards.push import Outcome, Push, push, read_token
+from hpml_dashboards.push import Push, PushOutcome, push, read_token
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from tests.unit.dashboards.grafana_standin import TOKEN, Grafana, serving
@@ -26,12 +26,12 @@ def grafana() -> Iterator[Grafana]:
         yield standin
 
 
-def pushed(grafana: Grafana, **options: object) -> list[Outcome]:
+def pushed(grafana: Grafana, **options: object) -> list[PushOutcome]:
     wanted = {"token": TOKEN, "prometheus": PROMETHEUS, **options}
     return list(push(Push(grafana.url, **wanted)))  # type: ignore[arg-type]
 
 
-def actions(outcomes: list[Outcome], kind: str = "") -> Counter[str]:
+def actions(outcomes: list[PushOutcome], kind: str = "") -> Counter[str]:
     return Counter(outcome.action for outcome in outcomes if kind in {"", outcome.kind})
 
 

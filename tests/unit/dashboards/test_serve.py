@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import hpml_dashboards
 import pytest
 from hpml_dashboards.serve import (
-    Prometheus,
-    PrometheusError,
+    PrometheusServer,
+    PrometheusServerError,
     ViewerServer,
 )
 
@@ -89,7 +89,7 @@ def viewer(source: FakePrometheus, tmp_path: Path) -> Iterator[ViewerServer]:
     """The server, with one dashboard."""
     dashboard = {"uid": "hpml-one", "title": "One", "tags": ["hpml"], "panels": []}
     (tmp_path / "hpml-one.json").write_text(json.dumps(dashboard))
-    with serving(ViewerServer(Prometheus(source.url), dashboards=tmp_path)) as server:
+    with serving(ViewerServer(PrometheusServer(source.url), dashboards=tmp_path)) as server:
         yield server
 
 
@@ -296,7 +296,7 @@ def test_credentials_come_from_a_file(
     file = tmp_path / "auth"
     file.write_text(text)
     file.chmod(0o600)
-    assert Prometheus(source.url, read_credentials(str(file))).has_metrics()
+    assert PrometheusServer(source.url, read_credentials(str(file))).has_metrics()
     assert source.asked[0][1]["Authorization"] == header
 
 
@@ -326,7 +326,7 @@ def test_unsafe_credentials_are_refused(
 def test_wrong_addresses_are_refused(url: str) -> None:
     """Before anything is asked; a password in the address is not shown."""
     with pytest.raises(InputError, match="--prometheus") as caught:
-        Prometheus(url)
+        PrometheusServer(url)
     assert "secret" not in str(caught.value)
 
 
@@ -334,8 +334,10 @@ def test_prometheus_that_is_down() -> None:
     """The message names its address and the reason."""
     with FakePrometheus() as gone:
         url = gone.url
-    with pytest.raises(PrometheusError, match=f"cannot reach Prometheus at {url}: Connection ref"):
-        Prometheus(url).has_metrics()
+    with pytest.raises(
+        PrometheusServerError, match=f"cannot reach Prometheus at {url}: Connection ref"
+    ):
+        PrometheusServer(url).has_metrics()
 
 
 def show(*options: str) -> list[str | Path]:

@@ -29,7 +29,7 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
-from hpml_orchestrator.scheduler.local.resources import Machine
+from hpml_orchestrator.scheduler.local.resources import LocalMachine
 from hpml_orchestrator.spec.load import load_job
 from tests.unit.diagnosis.jobs import complete
 
@@ -413,7 +413,7 @@ def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> No
 def test_its_changes_pass_the_checks(name: str, cpus: int, gigabytes: int, tmp_path: Path) -> None:
     """The changed job asks for no more than a node of the run has, whatever its size."""
     run = replace(FAULTS[name][0], node_cpus=cpus, node_memory_bytes=gigabytes * GIB)
-    machine = Machine((*range(cpus),), ("0", "1"), gigabytes << 10)
+    machine = LocalMachine((*range(cpus),), ("0", "1"), gigabytes << 10)
     (tmp_path / "train.py").write_text("")
     for one in choose_changes(diagnose(run)).made:
         (tmp_path / "job.yaml").write_text(json.dumps(changed_job(run.job, one.fields)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.core.metric import MetricSpec
-from hpml_exporters.core.sampler import Source
+from hpml_exporters.core.sampler import CollectorSource
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -46,14 +46,14 @@ class Probe:
         """Count it."""
         self.closed += 1
 
-    def source(self) -> Source:
+    def source(self) -> CollectorSource:
         """What makes this collector, again and again."""
 
         def make() -> Probe:
             self.made += 1
             return self
 
-        return Source(self.name, make)
+        return CollectorSource(self.name, make)
 
 
 def figures(body: bytes) -> dict[str, float]:

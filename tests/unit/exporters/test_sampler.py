@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.app import Pages
+from hpml_exporters.app import ExporterPages
 from hpml_exporters.core import sampler as sampler_module
 from hpml_exporters.core.collector import DriverLostError, NotHereError, StaleError
 from hpml_exporters.core.metric import Histogram, MetricSpec
-from hpml_exporters.core.sampler import Pauses, Sampler, Source, next_due
+from hpml_exporters.core.sampler import CollectorSource, Pauses, Sampler, next_due
 from hpml_exporters.core.selfmetrics import SPECS
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -65,7 +65,7 @@ def sampling(*probes: Probe, **options: object) -> Iterator[Sampler]:
 
 def shown(sampler: Sampler) -> dict[str, float]:
     """What a scrape gets now."""
-    return figures(Pages(sampler).metrics("", gzip=False)[0])
+    return figures(ExporterPages(sampler).metrics("", gzip=False)[0])
 
 
 def up(sampler: Sampler, name: str) -> float | None:
@@ -301,7 +301,7 @@ def test_making_a_collector_is_watched_too() -> None:
         return probe
 
     sampler = Sampler(
-        [Source("gpu", make)],
+        [CollectorSource("gpu", make)],
         stuck_seconds=0.1,
         exit_seconds=0.3,
         give_up=told.append,
@@ -331,7 +331,7 @@ def test_old_readings_are_dropped(clock: Turned) -> None:
 def test_a_scrape_shows_the_last_readings_in_the_format_that_it_asks_for() -> None:
     """Text, compressed or not, and OpenMetrics; a version that a client makes up does no harm."""
     sampler = Sampler([Probe("one").source(), Probe("two").source()])
-    pages = Pages(sampler)
+    pages = ExporterPages(sampler)
     for slot in sampler._slots:
         slot.read()
     first, kind = pages.metrics("", gzip=False)
@@ -358,7 +358,7 @@ def test_some_series_alone_and_any_registry() -> None:
     sampler = Sampler([Probe("one").source(), Probe("two").source()], specs=[spec, *SPECS])
     for slot in sampler._slots:
         slot.read()
-    assert figures(Pages(sampler).metrics("", ["hpml_one_level"], gzip=False)[0]) == {
+    assert figures(ExporterPages(sampler).metrics("", ["hpml_one_level"], gzip=False)[0]) == {
         "hpml_one_level": 1
     }
     registry = CollectorRegistry()
@@ -375,7 +375,7 @@ def test_a_metric_of_two_collectors_is_one_family() -> None:
     sampler = Sampler([one.source(), two.source()])
     for slot in sampler._slots * 2:
         slot.read()
-    body = Pages(sampler).metrics("", gzip=False)[0]
+    body = ExporterPages(sampler).metrics("", gzip=False)[0]
     assert body.count(b"# TYPE hpml_x ") == 1
     found = {key: value for key, value in figures(body).items() if key.startswith("hpml_x")}
     assert found == {"hpml_x{a=a}": 1, "hpml_x{a=b}": 1, "hpml_x{a=c}": 2}

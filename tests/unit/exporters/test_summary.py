@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.metric import MetricSpec
-from hpml_exporters.core.sampler import Snapshot
+from hpml_exporters.core.sampler import Samples
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.summary import GPU_METRICS, JOB_LEVELS, JOB_METRICS, TRAIN_METRICS, Summary
+from hpml_exporters.summary import GPU_METRICS, JOB_LEVELS, JOB_METRICS, TRAIN_METRICS, JobSummary
 from prometheus_client.core import Metric
 
 SPECS = {spec.name: spec for spec in ALL}
@@ -36,9 +36,9 @@ def family(name: str, *samples: tuple[Any, ...]) -> Metric:
     return spec.family(made)
 
 
-def seen(seconds: float, *families: Metric) -> Snapshot:
+def seen(seconds: float, *families: Metric) -> Samples:
     """A snapshot this many seconds after the exporter started."""
-    return Snapshot(families, EPOCH + seconds, START + seconds)
+    return Samples(families, EPOCH + seconds, START + seconds)
 
 
 def options(path: Path | str = "", jobid: str = "17") -> NodeOptions:
@@ -47,9 +47,9 @@ def options(path: Path | str = "", jobid: str = "17") -> NodeOptions:
 
 
 @pytest.fixture
-def summary() -> Summary:
+def summary() -> JobSummary:
     """That of an exporter that has just begun."""
-    return Summary(options(), START)
+    return JobSummary(options(), START)
 
 
 def gpus(info: Iterable[str], **values: float) -> list[Metric]:
@@ -70,7 +70,7 @@ def test_every_name_is_a_metric_that_there_is() -> None:
     assert others <= set(SPECS)
 
 
-def test_a_job_that_was_never_seen_has_no_figures(summary: Summary) -> None:
+def test_a_job_that_was_never_seen_has_no_figures(summary: JobSummary) -> None:
     """And no zeroes in their place."""
     summary.note(seen(5))
     told = shown(summary)
@@ -123,7 +123,7 @@ JOBS: dict[str, tuple[Looks, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("looks", "figures"), JOBS.values(), ids=JOBS)
-def test_figures_of_a_job(summary: Summary, looks: Looks, figures: dict[str, float]) -> None:
+def test_figures_of_a_job(summary: JobSummary, looks: Looks, figures: dict[str, float]) -> None:
     """The figures are complete and contain nothing else."""
     for seconds, families in looks:
         summary.note(seen(seconds, *families))
@@ -190,14 +190,14 @@ GPUS: dict[str, tuple[Readings, dict[str, Any]]] = {
 }
 
 
-def shown(summary: Summary) -> dict[str, Any]:
+def shown(summary: JobSummary) -> dict[str, Any]:
     """What a reader of the file gets."""
     figures: dict[str, Any] = json.loads(json.dumps(summary.to_json()))
     return figures
 
 
 @pytest.mark.parametrize(("readings", "figures"), GPUS.values(), ids=GPUS)
-def test_figures_of_a_gpu(summary: Summary, readings: Readings, figures: dict[str, Any]) -> None:
+def test_figures_of_a_gpu(summary: JobSummary, readings: Readings, figures: dict[str, Any]) -> None:
     """Means, peaks and what was counted while the job was watched."""
     for seconds, levels, more in readings:
         summary.note(seen(seconds, *gpus(["a"], **levels), *more))
@@ -211,12 +211,12 @@ def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: l
     path = tmp_path / "s.json"
     both = gpus(["a", "b"], power_watts=100.0)[1:]
     whose = family("hpml_job_gpu_info", *(("17", uuid, 1.0) for uuid in own))
-    summary = Summary(options(path), START)
+    summary = JobSummary(options(path), START)
     summary.note(seen(1, *both))
     assert {one["uuid"] for one in shown(summary)["gpus"]} == {"a", "b"}
     summary.note(seen(2, whose, *both))
     summary.write(str(path))
-    again = Summary(options(path), START)
+    again = JobSummary(options(path), START)
     again.note(seen(4, *both))
     for one in (shown(summary), shown(again)):
         assert [gpu["uuid"] for gpu in one["gpus"]] == own
@@ -226,7 +226,7 @@ def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: l
 def told_twice(path: Path, first: float, second: float, name: str) -> dict[str, Any]:
     """The figures of a job whose exporter was killed between two readings of a counter."""
     for value in (first, second):
-        summary = Summary(options(path), START)
+        summary = JobSummary(options(path), START)
         summary.note(seen(10, *gpus(["a"]), family(name, *_labelled(SPECS[name], value))))
         summary.write(str(path))
     told: dict[str, Any] = json.loads(path.read_text())
@@ -263,10 +263,10 @@ def test_a_killed_exporter_loses_nothing(
 def test_a_collector_that_comes_late_after_a_restart(tmp_path: Path) -> None:
     """Its first reading is late, but still the first of a new exporter: no new bytes."""
     path = tmp_path / "s.json"
-    first = Summary(options(path), START)
+    first = JobSummary(options(path), START)
     first.note(seen(1, family("hpml_job_io_read_bytes_total", ("17", 500.0))))
     first.write(str(path))
-    second = Summary(options(path), START)
+    second = JobSummary(options(path), START)
     second.note(seen(1, family("hpml_job_cpu_seconds_total", ("17", "user", 1.0))))
     for value in (60.0, 70.0):
         second.note(seen(2, family("hpml_job_io_read_bytes_total", ("17", value))))
@@ -287,5 +287,5 @@ def test_what_is_no_summary_of_this_job_is_not_gone_on_with(tmp_path: Path, text
     """A damaged file, or that of another job: a new one begins."""
     path = tmp_path / "s.json"
     path.write_text(text)
-    told = Summary(options(path), START).to_json()
+    told = JobSummary(options(path), START).to_json()
     assert (told["starts"], told["job"]) == (1, {})

@@ -314,7 +314,7 @@ def test_faults_of_hpmls_own_leave_the_job_alone(
 
     for step in ("act", "close"):
         monkeypatch.setattr(f"hpml_orchestrator.node.watch.Watch.{step}", fails)
-    monkeypatch.setattr("hpml_orchestrator.node.monitor.Monitor.start", fails)
+    monkeypatch.setattr("hpml_orchestrator.node.monitor.NodeMonitor.start", fails)
     node.claim("1")
     monitor = MonitorOptions("127.0.0.1:0")
     assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.node.jobstate import JobState, ask, kill_wait
+from hpml_orchestrator.node.jobstate import AllocationState, ask, kill_wait
 
 DATA = Path(__file__).parents[2] / "data" / "slurm-ending-jobs"
 
@@ -41,20 +41,25 @@ def at(text: str) -> float:
 @pytest.mark.parametrize(
     ("name", "job_id", "restarts", "state"),
     [
-        ("running", "5", "", JobState("RUNNING")),
-        ("grace", "5", "", JobState("RUNNING")),  # preempted, and its grace time is not over
-        ("array", "3", "", JobState("RUNNING", at("10:26:58") + 365 * 86400)),
-        ("array-cancelled", "3", "", JobState("CANCELLED")),
-        ("array-cancelled", "2", "", JobState("CANCELLED")),  # the array's number is a task's, too
-        ("requeued", "4", "", JobState("REQUEUED")),
-        ("requeued", "4", "1", JobState("CANCELLED")),  # of an earlier start
-        ("timelimit", "7", "", JobState("TIMEOUT")),
-        ("nodedown", "8", "", JobState("FAILED")),
-        ("running", "55", "", JobState()),
-        ("array", "", "", JobState()),
+        ("running", "5", "", AllocationState("RUNNING")),
+        ("grace", "5", "", AllocationState("RUNNING")),  # preempted, and its grace time is not over
+        ("array", "3", "", AllocationState("RUNNING", at("10:26:58") + 365 * 86400)),
+        ("array-cancelled", "3", "", AllocationState("CANCELLED")),
+        (
+            "array-cancelled",
+            "2",
+            "",
+            AllocationState("CANCELLED"),
+        ),  # the array's number is a task's, too
+        ("requeued", "4", "", AllocationState("REQUEUED")),
+        ("requeued", "4", "1", AllocationState("CANCELLED")),  # of an earlier start
+        ("timelimit", "7", "", AllocationState("TIMEOUT")),
+        ("nodedown", "8", "", AllocationState("FAILED")),
+        ("running", "55", "", AllocationState()),
+        ("array", "", "", AllocationState()),
     ],
 )
-def test_the_state_of_a_job(name: str, job_id: str, restarts: str, state: JobState) -> None:
+def test_the_state_of_a_job(name: str, job_id: str, restarts: str, state: AllocationState) -> None:
     """COMPLETING hides why a job ends, so other fields decide; of an array the own task counts."""
     scontrol = Scontrol((DATA / f"{name}.txt").read_text("utf-8"))
     environment = {"SLURM_JOB_ID": job_id, "SLURM_RESTART_COUNT": restarts, "SLURM_CLUSTERS": "b"}
@@ -73,7 +78,7 @@ def test_a_flag_does_not_end_a_job(flag: str) -> None:
 def test_no_answer_is_no_state() -> None:
     """Nor is an answer that is not understood."""
     for text in (None, "", "slurm_load_jobs error: Invalid job id specified\n"):
-        assert ask({"SLURM_JOB_ID": "7"}, Scontrol(text)) == JobState()
+        assert ask({"SLURM_JOB_ID": "7"}, Scontrol(text)) == AllocationState()
 
 
 @pytest.mark.parametrize(

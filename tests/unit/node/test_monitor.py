@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node.monitor import (
-    Monitor,
+    NodeMonitor,
     Timing,
     allocated_gpus,
     target_address,
@@ -81,7 +81,7 @@ class Watched:
         (self.attempt / "nodes").mkdir(parents=True, exist_ok=True)
         script = root / "fake.py"
         script.write_text(FAKE)
-        self.monitor = Monitor(
+        self.monitor = NodeMonitor(
             options,
             self.attempt,
             "n1",

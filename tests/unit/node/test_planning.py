@@ -17,7 +17,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import (
     NodePlan,
-    Roots,
+    NodeRoots,
     is_bound,
     prepare,
     publish,
@@ -56,7 +56,7 @@ class Machine:
 
     def __init__(self, root: Path, sysfs: Description) -> None:
         sys_root, proc_root = write_sysfs(root, sysfs)
-        self.roots = Roots(sys_root, proc_root, str(root / "dev"), self.fake_open)
+        self.roots = NodeRoots(sys_root, proc_root, str(root / "dev"), self.fake_open)
         (root / "dev").mkdir()
         for number in range(4):
             (root / "dev" / f"nvidia{number}").touch()
@@ -222,7 +222,7 @@ def test_slurms_own_list_is_a_cross_check(
 
 def test_a_node_that_cannot_be_read(tmp_path: Path) -> None:
     """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
-    none = Roots(str(tmp_path / "none"), str(tmp_path / "none"))
+    none = NodeRoots(str(tmp_path / "none"), str(tmp_path / "none"))
     with pytest.raises(InputError, match="no CPUs found"):
         prepare(BindOptions(2), {}, node="n1", allowed={0}, roots=none)
     made = unbound(BindOptions(2), {}, node="n1", allowed=range(8), why="no CPUs found")

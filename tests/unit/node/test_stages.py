@@ -12,7 +12,7 @@ import pytest
 
 from hpml_orchestrator.node import stages
 from hpml_orchestrator.node.options import parse_options
-from hpml_orchestrator.node.stages import NodeStaging, Progress
+from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import StageResult, StagingStopped
 from hpml_orchestrator.staging.rate_limit import array_delay
@@ -30,7 +30,7 @@ def test_progress_is_reported_every_ten_seconds() -> None:
     def note(**figures: Any) -> None:
         reports.append(figures)
 
-    progress = Progress("train", note, lines.append, clock=lambda: now[0])
+    progress = ProgressReporter("train", note, lines.append, clock=lambda: now[0])
     for second in range(31):
         now[0] = float(second)
         progress(second * MIB, second * 2, 100 * MIB, 200)
@@ -48,7 +48,7 @@ def test_progress_is_reported_every_ten_seconds() -> None:
         "staging train: 10%, 10.0 MiB of 100.0 MiB, 20 of 200 files, 1.0 MiB/s, 1:30 left"
     )
     assert len(lines) == 3
-    on_other_nodes = Progress("train", note, clock=lambda: now[0])
+    on_other_nodes = ProgressReporter("train", note, clock=lambda: now[0])
     now[0] += 11
     on_other_nodes(0, 0, 0, 5)
     assert reports[-1]["seconds_left"] is None, "no rate yet"

@@ -23,7 +23,7 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.continuation import Decision, decide
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.node.hang import collect_stacks
-from hpml_orchestrator.node.jobstate import JobState
+from hpml_orchestrator.node.jobstate import AllocationState
 from hpml_orchestrator.node.options import AgentOptions, BindOptions
 from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.node.processes import StartedRank
@@ -91,7 +91,7 @@ class Rig:
         (self.attempt / "events").mkdir(parents=True, exist_ok=True)
         self.channel = ChannelReader(f"hpml-test-{os.getpid()}", root / "events.jsonl", "n1")
         self.now = 0.0
-        self.states: list[JobState] = []
+        self.states: list[AllocationState] = []
         self.killed: list[tuple[float, int, list[int]]] = []
         self.path = StopPath(
             CheckpointOptions(**options),
@@ -105,8 +105,8 @@ class Rig:
             clock=lambda: NOW + self.now,
         )
 
-    def _ask(self, _: Mapping[str, str]) -> JobState:
-        return self.states.pop(0) if self.states else JobState()
+    def _ask(self, _: Mapping[str, str]) -> AllocationState:
+        return self.states.pop(0) if self.states else AllocationState()
 
     def _kill(self, ranks: Any, number: int) -> None:
         self.killed.append((self.now, number, [rank.pid for rank in ranks]))
@@ -154,7 +154,7 @@ def test_a_sigterm_is_judged_by_the_state_of_the_job(
 ) -> None:
     """A cancelled job ends at once; else ranks may save, as long as Slurm gives them."""
     rig = Rig(tmp_path)
-    rig.states = [JobState(state) for state in states]
+    rig.states = [AllocationState(state) for state in states]
     rig.now = 1.0
     rig.path.on_sigterm(1.0)
     with rig.channel:
@@ -193,7 +193,7 @@ def test_the_first_node_watches_the_limit(
 ) -> None:
     """Ranks are asked to stop before the limit that Slurm has by then, and ended before it."""
     rig = Rig(tmp_path, lead=100, environment=limits(1000, SLURM_NODEID=node))
-    rig.states = [JobState("RUNNING", end) for end in answers]
+    rig.states = [AllocationState("RUNNING", end) for end in answers]
     with rig.channel:
         rig.until(2100.0, [sleeper])
     request = Attempt(rig.attempt).stop_request()
@@ -207,7 +207,7 @@ def test_the_first_node_watches_the_limit(
 def test_the_other_nodes_ask_for_the_end_of_the_job(tmp_path: Path, sleeper: StartedRank) -> None:
     """A limit that was changed since the start counts for their ranks, too."""
     rig = Rig(tmp_path, environment=limits(1000, SLURM_NODEID="1"))
-    rig.states = [JobState("RUNNING", NOW + 2000)]
+    rig.states = [AllocationState("RUNNING", NOW + 2000)]
     Attempt(rig.attempt).request_stop("time_limit", by="n0", now=NOW + 1900)
     Attempt(rig.attempt).request_stop("hang", by="n2", now=NOW + 1901)  # the first one counts
     rig.now = 1901.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, NotFoundError, StagingError
 from hpml_orchestrator.packing import PackRequest, PackResult, pack, shards
-from hpml_orchestrator.staging.plan import Entry
+from hpml_orchestrator.staging.plan import TreeEntry
 from hpml_orchestrator.staging.request import StagingStopped
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 from tests.unit.staging.conftest import small_tmpfs  # noqa: F401 - a fixture
@@ -92,7 +92,7 @@ def test_pax_only_where_it_is_needed(tmp_path: Path) -> None:
 def test_a_file_beyond_ustar(tmp_path: Path) -> None:
     """More than 8 GiB take an extended header, which tarfile and GNU tar read."""
     size = 9 << 30
-    head = shards._header("large", Entry("large", 0o644, 5_000_000_000, size))
+    head = shards._header("large", TreeEntry("large", 0o644, 5_000_000_000, size))
     path = tmp_path / "head.tar"
     with open(path, "wb") as stream:
         stream.write(head)

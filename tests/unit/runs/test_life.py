@@ -12,7 +12,7 @@ from hpml_orchestrator.diagnosis.model import Diagnosis
 from hpml_orchestrator.diagnosis.wording import status_line
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.life import Life, Limits, life_of, read_life
+from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.summary import summarise
@@ -226,7 +226,7 @@ def test_ends_without_a_warning(why: str, stopped: bool, failures: int) -> None:
         stopped=stopped,
     )
     last = AttemptReport(1, started=1001.0, trained_from=1001.0, trained_until=2001.0)
-    life = life_of([one, last], limits=Limits(3600.0), left_seconds=10.0, now=2001.0)
+    life = life_of([one, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2001.0)
     best = (2 * 5.0 * 2000.0) ** 0.5 if failures else None
     assert life.best_save_every_seconds == (best and pytest.approx(best))
 
@@ -300,7 +300,7 @@ def test_the_interval_is_advised_only_from_enough_data(
         saving_seconds=5.0 * saves,
     )
     last = AttemptReport(1, started=1.0 + seconds)
-    life = life_of([first, last], limits=Limits(3600.0), left_seconds=10.0, now=2.0 + seconds)
+    life = life_of([first, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2.0 + seconds)
     assert bool(life.advice) == is_advised
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.scheduler.cluster import Association, Cluster, Limits, Node, Partition
+from hpml_orchestrator.scheduler.cluster import Association, Cluster, ClusterLimits, Node, Partition
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.testing import FakeRunner
 from tests.unit.site.clusters import A100, IDLE, nodes_of, slurm_answers
@@ -25,7 +25,7 @@ def small() -> Cluster:
         Node("cpu1", IDLE, ("all",), 2, 16, 1, 32, 64_000),
     ]
     return Cluster(
-        limits=Limits(version=(22, 5, 8), cluster="elbe", accounting=True),
+        limits=ClusterLimits(version=(22, 5, 8), cluster="elbe", accounting=True),
         partitions=(
             Partition(
                 "gpu",

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.command import ConfigurationMissing, SubprocessRunner
-from hpml_orchestrator.site.doctor import Finding, examine
+from hpml_orchestrator.site.doctor import DoctorFinding, examine
 from hpml_orchestrator.site.initialise import initialise
 from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan
@@ -36,7 +36,7 @@ def put(directory: Path, *names: str, **more: str) -> None:
         (directory / name).chmod(0o755)
 
 
-def found(store: Store) -> dict[str, Finding]:
+def found(store: Store) -> dict[str, DoctorFinding]:
     return {finding.check: finding for finding in examine(store)}
 
 
@@ -95,7 +95,7 @@ def test_a_topology_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     )
     (tmp_path / "old.xml").write_text("<topology")
 
-    def told() -> Finding:
+    def told() -> DoctorFinding:
         findings = examine(Store(tmp_path / "records"), site=str(profile))
         return next(one for one in findings if one.check == "site profile")
 

@@ -15,14 +15,16 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.site.initialise import Profile, initialise, profile_path, save
+from hpml_orchestrator.site.initialise import ProfileDraft, initialise, profile_path, save
 from hpml_orchestrator.site.nodes import group_nodes
 from hpml_orchestrator.testing import FakeRunner
 from tests.unit.site.clusters import slurm_answers
 
 
-def made(text: str = "a = 1\n", **files: str) -> Profile:
-    return Profile(Cluster(), (), text, files={f"topology/{k}.xml": v for k, v in files.items()})
+def made(text: str = "a = 1\n", **files: str) -> ProfileDraft:
+    return ProfileDraft(
+        Cluster(), (), text, files={f"topology/{k}.xml": v for k, v in files.items()}
+    )
 
 
 def test_it_goes_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_a_cluster_that_hides_its_nodes_gets_a_profile_that_says_so() -> None:
 
 def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
     """Cluster, partitions, nodes, accounts; what was not looked at and why."""
-    profile = Profile(small, group_nodes(small), "", probes={"cpu": "no node was idle"})
+    profile = ProfileDraft(small, group_nodes(small), "", probes={"cpu": "no node was idle"})
     assert profile.lines() == [
         "cluster     elbe, Slurm 22.05.8",
         "partitions  gpu and all (DRAIN); default: none",

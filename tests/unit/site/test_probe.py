@@ -15,7 +15,7 @@ import pytest
 
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.site.node_probe import Interface, NodeProbe, Place, command, parse
+from hpml_orchestrator.site.node_probe import Interface, NodeProbe, ScratchDirectory, command, parse
 from hpml_orchestrator.site.nodes import group_nodes
 from hpml_orchestrator.site.probe import probe
 from hpml_orchestrator.testing import FakeRunner
@@ -49,7 +49,9 @@ def test_what_a_node_prints_is_read() -> None:
     look = parse(SEEN)
     assert look is not None
     assert look.host == "gpu1"
-    assert look.places[0] == Place("ram", "/dev/shm", "tmpfs", 524288, 500000, writable=True)
+    assert look.places[0] == ScratchDirectory(
+        "ram", "/dev/shm", "tmpfs", 524288, 500000, writable=True
+    )
     assert look.interfaces == (
         Interface("ib0", 200_000, infiniband=True, addressed=True),
         Interface("eno1", 1_000, infiniband=False, addressed=True),
@@ -57,7 +59,7 @@ def test_what_a_node_prints_is_read() -> None:
     )
     assert look.network == ("ib0", "eno1")
     assert look.modules == ("cuda/12.4", "R", "openmpi/4.1.6")
-    assert look.scratch == Place(
+    assert look.scratch == ScratchDirectory(
         "$LOCAL_SCRATCH", "/nvme/job.7", "xfs", 900_000_000, 800_000_000, writable=True
     )
 
@@ -70,7 +72,11 @@ def test_a_look_that_was_cut_off_is_none(text: str) -> None:
 
 def places(*rows: tuple[str, str, str, int, bool]) -> NodeProbe:
     return NodeProbe(
-        "n", tuple(Place(name, path, kind, size, size, ok) for name, path, kind, size, ok in rows)
+        "n",
+        tuple(
+            ScratchDirectory(name, path, kind, size, size, ok)
+            for name, path, kind, size, ok in rows
+        ),
     )
 
 

@@ -10,8 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
-from hpml_orchestrator.site.node_probe import Interface, NodeProbe, Place
+from hpml_orchestrator.scheduler.cluster import (
+    Association,
+    Cluster,
+    ClusterLimits,
+    Gres,
+    Node,
+    Partition,
+)
+from hpml_orchestrator.site.node_probe import Interface, NodeProbe, ScratchDirectory
 from hpml_orchestrator.site.nodes import group_nodes
 from hpml_orchestrator.site.profile_text import Origin, profile_text
 from hpml_orchestrator.spec.site import Site
@@ -49,7 +56,7 @@ GPU_TYPES = st.sampled_from(["", "a100", "1g.10gb", "2080ti", "3090"]) | ODD
 GRES = anything(Gres, name=st.sampled_from(["gpu", "mps", "shard"]) | ODD, kind=GPU_TYPES)
 CLUSTERS = anything(
     Cluster,
-    limits=anything(Limits),
+    limits=anything(ClusterLimits),
     partitions=several(
         anything(Partition, state=st.sampled_from(["UP", "DOWN", "DRAIN", "INACTIVE"]) | ODD),
         unique_by=lambda partition: partition.name,
@@ -58,7 +65,7 @@ CLUSTERS = anything(
     associations=st.none() | several(anything(Association)),
 )
 PLACE_NAMES = st.sampled_from(["ram", "TmpFS", "path", "$LOCAL", "$TMPDIR"])
-PLACES = anything(Place, name=PLACE_NAMES, path=ODD.map(lambda name: f"/{name}"))
+PLACES = anything(ScratchDirectory, name=PLACE_NAMES, path=ODD.map(lambda name: f"/{name}"))
 LOOKS = anything(NodeProbe, places=several(PLACES), interfaces=several(anything(Interface)))
 
 
@@ -90,7 +97,7 @@ def test_a_real_cluster_is_described_completely(captured: Cluster) -> None:
 )
 def test_whether_jobs_are_requeued_by_default(found: bool | None, line: str) -> None:
     """The profile has the cluster's defaults for jobs."""
-    text = profile_text(Cluster(Limits(job_requeue=found)))
+    text = profile_text(Cluster(ClusterLimits(job_requeue=found)))
     assert loaded(text).requeue == "auto"
     assert [
         one.partition("# ")[2].partition(";")[0] for one in text.splitlines() if "requeue =" in one
@@ -218,9 +225,9 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
     look = NodeProbe(
         "gpu1",
         places=(
-            Place("ram", "/dev/shm", "tmpfs", 1000, 900, True),
-            Place("$LOCAL_SCRATCH", "/nvme/job.1", "xfs", 5000, 4000, True),
-            Place("path", "/scratch", "lustre", 90_000, 90_000, True),
+            ScratchDirectory("ram", "/dev/shm", "tmpfs", 1000, 900, True),
+            ScratchDirectory("$LOCAL_SCRATCH", "/nvme/job.1", "xfs", 5000, 4000, True),
+            ScratchDirectory("path", "/scratch", "lustre", 90_000, 90_000, True),
         ),
         interfaces=(
             Interface("ib0", 200_000, True, True),

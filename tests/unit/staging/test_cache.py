@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.context import ForkProcess
 
-    from hpml_orchestrator.staging.area import Entry
+    from hpml_orchestrator.staging.area import StoreEntry
     from hpml_orchestrator.staging.progress import OnProgress
 
 FORK = multiprocessing.get_context("fork")
@@ -168,7 +168,7 @@ class Slow:
 
 def entry_for(
     base: Path, key: str, fill: Slow, on_progress: OnProgress | None = None
-) -> tuple[Entry, Manifest]:
+) -> tuple[StoreEntry, Manifest]:
     """What a job gets from the cache."""
     got = JobArea(str(base), key).obtain(KEY, fill, Retry(), on_progress=on_progress)
     assert got is not None

@@ -20,7 +20,7 @@ from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import CopyOptions, StageRequest, StagingStopped
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type
 from hpml_orchestrator.staging.supply import open_source
@@ -51,7 +51,7 @@ def copied(
     options: CopyOptions,
     *,
     should_stop: Callable[[], bool] = never,
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
 ) -> list[bytes]:
     """Plan and copy into a new directory."""
     target.mkdir()
@@ -62,7 +62,7 @@ def copied(
         str(target),
         options=options,
         retry=retry,
-        progress=progress or Progress(None),
+        progress=progress or CopyProgress(None),
     )
 
 
@@ -121,7 +121,7 @@ def test_a_tree_is_copied_as_find_and_sha256_see_it(
 ) -> None:
     """Names, types, modes, link counts, times and contents are the source's, however it is done."""
     told: list[tuple[int, int, int, int]] = []
-    progress = Progress(lambda *figures: told.append(figures))
+    progress = CopyProgress(lambda *figures: told.append(figures))
     done = copied(tree(wide), base / "to", options, progress=progress)
     progress.finish()
     plan = tree(wide).plan()

@@ -21,7 +21,7 @@ from hpml_orchestrator.staging import (
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import room_at
 from hpml_orchestrator.staging.supply import open_source
@@ -30,7 +30,7 @@ from tests.unit.staging.conftest import same
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import CopyPlan
 
 MIB = 1 << 20
 RETRY = Retry(lambda _seconds: None, lambda: False)
@@ -69,7 +69,7 @@ class Meddled(LocalSupply):
         self._after = after
 
     def fill(
-        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         self.fills += 1
         if self.fills == 1:
@@ -154,7 +154,7 @@ def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> No
         str(base),
         options=CopyOptions(),
         retry=RETRY,
-        progress=Progress(None),
+        progress=CopyProgress(None),
     )
 
 

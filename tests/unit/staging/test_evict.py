@@ -17,9 +17,9 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
-from hpml_orchestrator.staging.auto import Outcome, stage_chosen
+from hpml_orchestrator.staging.auto import StageOutcome, stage_chosen
 from hpml_orchestrator.staging.space import room_at
-from hpml_orchestrator.staging.store import Store
+from hpml_orchestrator.staging.store import NodeStore
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def by_auto(
     keeps: bool = True,
     small: Path | None = None,
     owner_pid: int | None = None,
-) -> tuple[CopyStager, Outcome]:
+) -> tuple[CopyStager, StageOutcome]:
     """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
     bases = Bases(str(small) if small else "", str(base))
     job = CopyStager(key, bases=bases, room=disk_room, job_id="", owner_pid=owner_pid)
@@ -275,7 +275,7 @@ def test_data_of_a_living_shell_stays(
     assert shell.stdout is not None
     path = shell.stdout.readline().strip()
     keep(base, trees[1], "2.0", time.time() + 60)
-    store, entry = Store(str(base)), str(Path(path).resolve().parent)
+    store, entry = NodeStore(str(base)), str(Path(path).resolve().parent)
     assert entry not in store.idle()
     assert not store.remove(entry), "it came into use after somebody looked"
     job = stager(base, "9.0")
@@ -302,8 +302,8 @@ for number in range(40):
 """
 EVICT = """
 import os, sys, time
-from hpml_orchestrator.staging.store import Store
-store = Store(sys.argv[1])
+from hpml_orchestrator.staging.store import NodeStore
+store = NodeStore(sys.argv[1])
 removed = 0
 print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):

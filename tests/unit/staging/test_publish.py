@@ -17,7 +17,7 @@ from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.supply import open_source
 
 
@@ -77,7 +77,7 @@ def fill(path: Path, target: Path, processes: int) -> None:
             str(target),
             options=CopyOptions(processes=processes),
             retry=retry,
-            progress=Progress(None),
+            progress=CopyProgress(None),
         )
 
 

@@ -21,8 +21,8 @@ from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.sweeps import plan as plans
 from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.expand import make_plan
-from hpml_orchestrator.sweeps.rows import Row
-from hpml_orchestrator.sweeps.table import Progress, Table
+from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.table import SweepProgress, Table
 from hpml_orchestrator.testing import FakeScheduler, Killed
 
 JOB: dict[str, Any] = {
@@ -151,7 +151,7 @@ class SweepFolder:
         planned: plans.SweepPlan,
         ticks: int = 200,
         task_seconds: float = 60.0,
-    ) -> Progress:
+    ) -> SweepProgress:
         """Tick until a sweep is finished; a controller that is killed is followed by another."""
         controller = self.controller(planned)
         for _ in range(ticks):
@@ -167,7 +167,7 @@ class SweepFolder:
             self.slurm.clock.sleep(max(progress.next_tick_seconds, task_seconds / 4))
         raise AssertionError(f"not finished after {ticks} ticks: {progress}")
 
-    def rows(self, planned: plans.SweepPlan) -> list[Row]:
+    def rows(self, planned: plans.SweepPlan) -> list[PointRow]:
         """Return the sweep's rows."""
         return Table(self.store, planned).rows()
 

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpml_orchestrator.sweeps.plan import Estimate, Point, SweepPlan
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.plan import Point, SweepEstimate, SweepPlan
+from hpml_orchestrator.sweeps.rows import PointRow
 
 __all__ = ["grid", "scaling", "search"]
 
@@ -54,13 +54,13 @@ def plan_of(mode: str, points: Sequence[Point], **fields: Any) -> SweepPlan:
         shapes=(),
         points=tuple(points),
         blocks=(),
-        estimate=Estimate(len(points), 1.0, 1.0, 1.0),
+        estimate=SweepEstimate(len(points), 1.0, 1.0, 1.0),
         notes=("--batch-size was taken for the batch size",),
         **(usual | fields),
     )
 
 
-def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Row:
+def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> PointRow:
     """The row of a run that went well."""
     total = sum(seconds for name, seconds in phases.items() if name not in {"queue", *INNER})
     ranks = point.scale or 4
@@ -97,7 +97,7 @@ def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Row:
         "epochs": 10,
         "result": {"train_images": IMAGES},
     }
-    return Row(point=point.number, phases=phases, **(usual | fields))
+    return PointRow(point=point.number, phases=phases, **(usual | fields))
 
 
 INNER = ("evaluation", "checkpoint")
@@ -109,8 +109,8 @@ def scaling(
     repeats: int = 6,
     *,
     target: float | None = 0.95,
-    change: Callable[[Row], Row] = lambda row: row,
-) -> tuple[SweepPlan, list[Row]]:
+    change: Callable[[PointRow], PointRow] = lambda row: row,
+) -> tuple[SweepPlan, list[PointRow]]:
     """A strong or weak sweep of nodes: a twentieth of the steps is serial, start-up is constant.
 
     The last run at the largest scale misses the target; `change` is applied to each row.
@@ -160,7 +160,7 @@ def scaling(
     return plan, rows
 
 
-def grid(axes: Mapping[str, Sequence[Any]], repeats: int = 6) -> tuple[SweepPlan, list[Row]]:
+def grid(axes: Mapping[str, Sequence[Any]], repeats: int = 6) -> tuple[SweepPlan, list[PointRow]]:
     """A grid: more --lr is better up to 0.1, a larger --batch-size faster and a little worse."""
     noise = random.Random(3)
     combinations = [
@@ -182,7 +182,7 @@ def grid(axes: Mapping[str, Sequence[Any]], repeats: int = 6) -> tuple[SweepPlan
     return plan_of("grid", points), [_trial(point, noise) for point in points]
 
 
-def search(trials: int = 20) -> tuple[SweepPlan, list[Row]]:
+def search(trials: int = 20) -> tuple[SweepPlan, list[PointRow]]:
     """A search of --lr (logarithmic) and --layers; some trials are pruned, some fail."""
     noise = random.Random(5)
     points = [
@@ -198,7 +198,9 @@ def search(trials: int = 20) -> tuple[SweepPlan, list[Row]]:
         if point.number % 7 == 5:
             row = dataclasses.replace(row, state="PRUNED", reason="below the median at epoch 3")
         elif point.number % 11 == 9:
-            row = Row(point.number, state="OUT_OF_MEMORY", over=True, started=BEGAN, gpu_hours=0.01)
+            row = PointRow(
+                point.number, state="OUT_OF_MEMORY", over=True, started=BEGAN, gpu_hours=0.01
+            )
         rows.append(row)
     sweep = {
         "base": "/home/ada/digits.yaml",
@@ -209,7 +211,7 @@ def search(trials: int = 20) -> tuple[SweepPlan, list[Row]]:
     return plan_of("bayes", points, sweep=sweep), rows
 
 
-def _trial(point: Point, noise: random.Random) -> Row:
+def _trial(point: Point, noise: random.Random) -> PointRow:
     rate, size = point.values.get("--lr", 0.1), point.values.get("--batch-size", 64)
     training = 4000 / size * noise.lognormvariate(0, 0.02)
     accuracy = 0.96 - 0.05 * abs(rate - 0.1) - 0.0001 * size - 0.002 * noise.random()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.sweeps.communication import Communication, communication
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.wording import crossover_text
 
 
-def result(method: str, mbit: float | None, seconds: float | None, **more: Any) -> Row:
+def result(method: str, mbit: float | None, seconds: float | None, **more: Any) -> PointRow:
     """One run: what communication.py reports."""
     told = {
         "method": method,
@@ -26,7 +26,7 @@ def result(method: str, mbit: float | None, seconds: float | None, **more: Any) 
         "world_size": 2,
         "target_accuracy": 0.95,
     }
-    return Row(0, state="COMPLETED", result={**told, **more})
+    return PointRow(0, state="COMPLETED", result={**told, **more})
 
 
 def model(method: str, mbit: float, noise: float = 0.0) -> float:
@@ -35,7 +35,9 @@ def model(method: str, mbit: float, noise: float = 0.0) -> float:
     return (compute + sent / mbit) * (1 + noise)
 
 
-def sweep(*methods: str, noise: tuple[float, ...] = (0,), mbits: tuple[float, ...]) -> list[Row]:
+def sweep(
+    *methods: str, noise: tuple[float, ...] = (0,), mbits: tuple[float, ...]
+) -> list[PointRow]:
     return [
         result(method, mbit, model(method, mbit, one))
         for method in methods
@@ -44,7 +46,7 @@ def sweep(*methods: str, noise: tuple[float, ...] = (0,), mbits: tuple[float, ..
     ]
 
 
-def found(rows: list[Row]) -> Communication:
+def found(rows: list[PointRow]) -> Communication:
     answer = communication(rows)
     assert answer is not None
     return answer
@@ -166,7 +168,7 @@ def test_numbers_of_ranks_are_compared_by_themselves() -> None:
 def test_other_sweeps_have_no_such_section() -> None:
     """Without these figures, with one method, or with two targets, there is nothing to compare."""
     assert communication([]) is None
-    assert communication([Row(0, state="COMPLETED", result={"method": "adam"})]) is None
+    assert communication([PointRow(0, state="COMPLETED", result={"method": "adam"})]) is None
     assert communication(sweep("allreduce", mbits=(10, 100))) is None
     rows = sweep("allreduce", "topk", mbits=(10,))
     assert communication([*rows, result("topk", 10, 3, target_accuracy=0.9)]) is None

@@ -14,7 +14,7 @@ import pytest
 from hpml_orchestrator.sweeps.pages import to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.report import build
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from tests.unit.sweeps.sweep_rows import grid, scaling, search
 
 AT_1, AT_8, FIRST = ("world_size", 1), ("world_size", 8), ("point", 0)
@@ -22,17 +22,19 @@ FAILED: dict[str, Any] = {"state": "FAILED", "reason": "exit 1", "total_seconds"
 LEFT_OUT: dict[str, Any] = FAILED | {"state": "EXCLUDED", "reason": "8 is too many"}
 
 
-def strong(where: tuple[str, int] | None = None, **fields: Any) -> tuple[SweepPlan, list[Row]]:
+def strong(where: tuple[str, int] | None = None, **fields: Any) -> tuple[SweepPlan, list[PointRow]]:
     """A strong sweep with the rows changed whose field has that value."""
 
-    def change(row: Row) -> Row:
+    def change(row: PointRow) -> PointRow:
         chosen = where is None or getattr(row, where[0]) == where[1]
         return replace(row, **fields) if chosen else row
 
     return scaling(change=change)
 
 
-def silent(sweep: tuple[SweepPlan, list[Row]], **result: float) -> tuple[SweepPlan, list[Row]]:
+def silent(
+    sweep: tuple[SweepPlan, list[PointRow]], **result: float
+) -> tuple[SweepPlan, list[PointRow]]:
     """The sweep, where no run reported a figure but these."""
     return sweep[0], [replace(row, accuracy=None, metric=None, result=result) for row in sweep[1]]
 
@@ -42,23 +44,25 @@ def with_fields(plan: SweepPlan, **fields: object) -> SweepPlan:
     return replace(plan, sweep={**plan.sweep, **fields})
 
 
-def loss_of(sweep: tuple[SweepPlan, list[Row]]) -> tuple[SweepPlan, list[Row]]:
+def loss_of(sweep: tuple[SweepPlan, list[PointRow]]) -> tuple[SweepPlan, list[PointRow]]:
     """The sweep, where no run reported the loss that it minimises."""
     search = {"metric": "loss", "direction": "minimize"}
     return with_fields(sweep[0], search=search), silent(sweep)[1]
 
 
-def below_zero(sweep: tuple[SweepPlan, list[Row]]) -> tuple[SweepPlan, list[Row]]:
+def below_zero(sweep: tuple[SweepPlan, list[PointRow]]) -> tuple[SweepPlan, list[PointRow]]:
     """The sweep with an accuracy that has no ratios."""
     return sweep[0], [replace(row, accuracy=-(row.accuracy or 0)) for row in sweep[1]]
 
 
-def aimed(sweep: tuple[SweepPlan, list[Row]], accuracy: float) -> tuple[SweepPlan, list[Row]]:
+def aimed(
+    sweep: tuple[SweepPlan, list[PointRow]], accuracy: float
+) -> tuple[SweepPlan, list[PointRow]]:
     """The sweep, whose file names a target accuracy."""
     return with_fields(sweep[0], target_accuracy=accuracy), sweep[1]
 
 
-def seconds_at_2(*seconds: float, repeats: int = 6) -> tuple[SweepPlan, list[Row]]:
+def seconds_at_2(*seconds: float, repeats: int = 6) -> tuple[SweepPlan, list[PointRow]]:
     """1 node takes 100 s, give or take 1 s, and 2 nodes take these seconds, repeat by repeat."""
     plan, rows = scaling(scales=(1, 2), repeats=repeats)
     times = [100 + (row.point * 3 % 5 - 2) / 2 for row in rows]
@@ -69,25 +73,25 @@ def seconds_at_2(*seconds: float, repeats: int = 6) -> tuple[SweepPlan, list[Row
     ]
 
 
-def half_the_work(row: Row) -> Row:
+def half_the_work(row: PointRow) -> PointRow:
     """On 8 nodes the runs stop after half of the steps."""
     half = replace(row, steps=(row.steps or 0) // 2, epochs=5)
     return half if row.world_size == 8 else row
 
 
-def slow_ones_time_out(row: Row) -> Row:
+def slow_ones_time_out(row: PointRow) -> PointRow:
     """On 8 nodes three of six runs reach their time limit."""
     lost = row.world_size == 8 and row.point % 8 == 3
     return replace(row, state="TIMEOUT", total_seconds=None) if lost else row
 
 
-def three_diverge(row: Row) -> Row:
+def three_diverge(row: PointRow) -> PointRow:
     """On 8 nodes one run in three does not learn, which a median hides."""
     lost = row.world_size == 8 and row.point in (3, 15)
     return replace(row, accuracy=0.1) if lost else row
 
 
-def requeued_once(row: Row) -> Row:
+def requeued_once(row: PointRow) -> PointRow:
     """The first point was requeued after 60 s, and its second start took as long as that."""
     if row.point:
         return row
@@ -96,18 +100,18 @@ def requeued_once(row: Row) -> Row:
     return replace(row, requeued=[start], core_hours=4.0, gpu_hours=2.0, **times)
 
 
-def as_fast_as_4(row: Row) -> Row:
+def as_fast_as_4(row: PointRow) -> PointRow:
     """8 nodes, as slow as 4."""
     slow = 70 + row.point * 7 % 11 / 10
     return replace(row, total_seconds=slow) if (row.world_size or 0) > 2 else row
 
 
-def crowded(row: Row) -> Row:
+def crowded(row: PointRow) -> PointRow:
     """More ranks than cores on all but one node."""
     return replace(row, oversubscribed=row.world_size != 1)
 
 
-def a_minute_of_staging(row: Row) -> Row:
+def a_minute_of_staging(row: PointRow) -> PointRow:
     """The run with much more staging."""
     phases = {**row.phases, "staging": 60.0}
     return replace(row, phases=phases, total_seconds=(row.total_seconds or 0) + 60)
@@ -362,7 +366,7 @@ def test_a_requeued_start_is_an_attempt_with_a_cost() -> None:
 def test_a_start_that_was_continued_is_no_failure() -> None:
     """Its hours are paid, and not among those of what did not complete."""
 
-    def continued_once(row: Row) -> Row:
+    def continued_once(row: PointRow) -> PointRow:
         row = requeued_once(row)
         return replace(row, requeued=[{**start, "continued": True} for start in row.requeued])
 

@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.spec.sweep import SEARCHES, Sweep
 from hpml_orchestrator.sweeps.plan import Point, directory_of
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.search import STUDY, Searcher, check_search, open_search
 from tests.unit.sweeps.conftest import SweepFolder
 
@@ -75,7 +75,7 @@ class Trials:
         self.plan = folder.local_plan(**fields_of(mode, **settings))
         self.train, self.parallel, self.runs = train, parallel, folder.store.runs_dir
         self.directory = directory_of(folder.store, self.plan.id)
-        self.rows: list[Row] = []
+        self.rows: list[PointRow] = []
         self.points: list[Point] = []
         self.searcher = self.reopened()
 
@@ -103,7 +103,7 @@ class Trials:
         free = self.parallel - sum(not row.over for row in self.rows)
         new = self.searcher.propose(self.rows, free)
         self.points += new
-        self.rows += [Row(point.number, run=f"run-{point.number}") for point in new]
+        self.rows += [PointRow(point.number, run=f"run-{point.number}") for point in new]
         return bool(running or new)
 
     def search(self, ticks: int = 10_000) -> optuna.Study:
@@ -206,7 +206,7 @@ def test_the_last_start_of_a_point_decides(folder: SweepFolder) -> None:
     trials = Trials(folder, "random")
     trials.propose(len(ENDS))
     trials.rows = [
-        Row(point, start=start, run=f"run-{start}", **{"over": True, "gpu_hours": 1.0, **row})
+        PointRow(point, start=start, run=f"run-{start}", **{"over": True, "gpu_hours": 1.0, **row})
         for point, (starts, _) in enumerate(ENDS)
         for start, row in enumerate(starts)
     ]

@@ -14,7 +14,7 @@ from hpml_orchestrator.records.store import Submission
 from hpml_orchestrator.sweeps import plan as plans
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.report import build
-from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.trial import make_trial, sentences, summary_lines
 from tests.unit.runs.tuning import Desk, chosen
 
@@ -117,13 +117,13 @@ UP = (1.16, 1.18, 1.2, 1.15, 1.21, 1.19)
 
 def rows(
     planned: SweepPlan, gains: tuple[float, ...], *, whole: bool = False, **changed: Any
-) -> list[Row]:
+) -> list[PointRow]:
     """Rows of a trial: the changed job is as many times as fast in each repeat."""
     found = []
     for point in planned.points:
         is_changed = point.values["job"] == "changed"
         speed = (gains[point.repeat] if is_changed else 1.0) * (1 + point.repeat / 10)
-        row = Row(
+        row = PointRow(
             point.number,
             run=f"r{point.number}",
             state="COMPLETED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hpml_exporters.gpu.devices import Device
+from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.jobs import Processes, job_families, resolve
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 
@@ -14,11 +14,11 @@ from tests.unit.exporters.collectors.families import values
 # NVML's order is that of PCI addresses; the minor numbers are another, as on real machines where a
 # slower card comes up later.
 NODE = (
-    Device("GPU-aa", pci="00000000:07:00.0", minor=2),
-    Device("GPU-bb", pci="00000000:0f:00.0", minor=0),
-    Device("GPU-cc", pci="00000000:b7:00.0", minor=1, mig="enabled"),
-    Device("MIG-c1", pci="00000000:b7:00.0", minor=1, mig="1g.10gb", parent="GPU-cc"),
-    Device("MIG-c2", pci="00000000:b7:00.0", minor=1, mig="2g.20gb", parent="GPU-cc"),
+    GpuDevice("GPU-aa", pci="00000000:07:00.0", minor=2),
+    GpuDevice("GPU-bb", pci="00000000:0f:00.0", minor=0),
+    GpuDevice("GPU-cc", pci="00000000:b7:00.0", minor=1, mig="enabled"),
+    GpuDevice("MIG-c1", pci="00000000:b7:00.0", minor=1, mig="1g.10gb", parent="GPU-cc"),
+    GpuDevice("MIG-c2", pci="00000000:b7:00.0", minor=1, mig="2g.20gb", parent="GPU-cc"),
 )
 
 

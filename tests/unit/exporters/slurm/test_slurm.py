@@ -17,13 +17,13 @@ from urllib.request import urlopen
 
 import pytest
 from hpml_exporters.core.collector import StaleError
-from hpml_exporters.core.sampler import Sampler, Source
+from hpml_exporters.core.sampler import CollectorSource, Sampler
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.native import Native, job_of, node_of
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer, targets
-from hpml_exporters.slurm.view import Node, View
+from hpml_exporters.slurm.view import ClusterNode, View
 from hpml_exporters.web.address import listen_on
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -97,7 +97,7 @@ def values(collector: SlurmCollector, now: float = 0.0) -> Values:
     }
 
 
-def gpu_rows(nodes: Iterable[Node]) -> Iterator[tuple[str, str, float]]:
+def gpu_rows(nodes: Iterable[ClusterNode]) -> Iterator[tuple[str, str, float]]:
     """The type, state and number of GPUs of these nodes."""
     source = SimpleNamespace(name="fake", read=lambda: View([], nodes))
     for name, labels, value in samples(exposed(SlurmCollector(source).sample(0.0))):
@@ -265,7 +265,7 @@ def test_an_exporter_while_slurm_does_not_answer(capsys: pytest.CaptureFixture[s
     collector.sample(0.0)
     runner.answers["squeue"] = SchedulerUnavailable("no answer")
     collector.interval = 0.01
-    sampler = Sampler([Source("slurm", lambda: collector)])
+    sampler = Sampler([CollectorSource("slurm", lambda: collector)])
     sampler.start()
     try:
 

@@ -23,14 +23,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from hpml_exporters.web import Limits, Server
+from hpml_exporters.web import RequestLimits, Server
 
 ROOT = Path(__file__).parents[4]
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SERIES = 1300
 WAIT_SECONDS = 60
 # A machine that stalls for some seconds must not turn a good client into a slow one.
-PATIENT = Limits(request_seconds=600, write_seconds=600)
+PATIENT = RequestLimits(request_seconds=600, write_seconds=600)
 WATCHING = replace(PATIENT, watch_seconds=0.02)
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Address = tuple[str, int]
@@ -61,7 +61,7 @@ def compressed(body: bytes, wanted: bool) -> bytes:
 
 @contextmanager
 def serving(
-    web_config: Path | str = "", limits: Limits = PATIENT, pages: StaticPages | None = None
+    web_config: Path | str = "", limits: RequestLimits = PATIENT, pages: StaticPages | None = None
 ) -> Iterator[tuple[Server, Address]]:
     server = Server("127.0.0.1:0", str(web_config), pages or StaticPages(), limits)
     address = server.start()
@@ -214,7 +214,7 @@ def make_certificates(folder: Path, *, serial: str = "") -> Certificates:
 class Process:
     """A server in a separate process, like the exporter."""
 
-    def __init__(self, web_config: Path | str = "", limits: Limits = PATIENT) -> None:
+    def __init__(self, web_config: Path | str = "", limits: RequestLimits = PATIENT) -> None:
         module = "tests.unit.exporters.web.support"
         argv = [sys.executable, "-m", module, str(web_config), json.dumps(asdict(limits))]
         self._child = subprocess.Popen(
@@ -253,7 +253,7 @@ class Process:
 
 def main() -> None:
     web_config, limits = sys.argv[1:]
-    server = Server("127.0.0.1:0", web_config, StaticPages(), Limits(**json.loads(limits)))
+    server = Server("127.0.0.1:0", web_config, StaticPages(), RequestLimits(**json.loads(limits)))
     print(json.dumps(server.start()), flush=True)
     for _ in sys.stdin:
         print(json.dumps(asdict(server.counters)), flush=True)

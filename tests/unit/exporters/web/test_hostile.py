@@ -20,7 +20,7 @@ from pathlib import Path
 
 import bcrypt
 import pytest
-from hpml_exporters.web import Limits
+from hpml_exporters.web import RequestLimits
 
 from tests.patience import eventually
 from tests.unit.exporters.web.support import (
@@ -116,7 +116,7 @@ def test_bad_clients_hold_nobody_up(count: int, sent: bytes, certificates: Certi
             for _ in range(10):
                 assert scrape(made.address, context=context).body == BODY
             counters = made.counters()
-            assert counters["connections"] <= Limits().connections
+            assert counters["connections"] <= RequestLimits().connections
             assert (counters["closed"]["crowded"] > 700) == (count == 1000)
             assert counters["closed"]["error"] == 0
 
@@ -204,7 +204,7 @@ def test_one_address_keeps_no_other_from_a_handshake(
         with repeated(flood):
             eventually(lambda: made.counters()["closed"]["crowded"] > 0)
             assert [status(made.address, context) for _ in range(20)] == [200] * 20
-        assert made.counters()["connections"] <= Limits().connections_of_one_address + 1
+        assert made.counters()["connections"] <= RequestLimits().connections_of_one_address + 1
 
 
 def users(folder: Path, cost: int) -> Path:

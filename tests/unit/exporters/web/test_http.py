@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from hpml_exporters.web import Limits, Server
+from hpml_exporters.web import RequestLimits, Server
 
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
@@ -120,7 +120,7 @@ def test_a_page_that_fails_is_a_response(capfd: pytest.CaptureFixture[str]) -> N
 
 def test_slow_and_idle_clients_are_closed_in_time() -> None:
     """A byte now and then gains nothing; only a client that began a request gets a reason."""
-    limits = Limits(request_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
+    limits = RequestLimits(request_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
     with serving(limits=limits, pages=StaticPages(b"x" * 20_000_000)) as (server, address):
         assert exchange(address, b"") == b""
         assert statuses(exchange(address, b"GET /metr")) == [408]

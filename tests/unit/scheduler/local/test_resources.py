@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.scheduler.local.resources import (
     Directives,
-    Machine,
+    LocalMachine,
     Needs,
     StopSignal,
     needs_of,
     read_directives,
 )
 
-MACHINE = Machine(cpus=(0, 1, 2, 3), gpus=("0", "1"), memory_mb=4096)
+MACHINE = LocalMachine(cpus=(0, 1, 2, 3), gpus=("0", "1"), memory_mb=4096)
 
 
 def header(*lines: str) -> Directives:

@@ -12,8 +12,8 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.cluster import (
     Association,
     Cluster,
+    ClusterLimits,
     Gres,
-    Limits,
     Node,
     Partition,
     Qos,
@@ -61,7 +61,7 @@ def test_limits_partitions_and_nodes() -> None:
     cluster = read_cluster(runner(), user="ada", groups=["users"])
     assert cluster.user == "ada"
     assert cluster.groups == ("users",)
-    assert cluster.limits == Limits(
+    assert cluster.limits == ClusterLimits(
         version=(22, 5, 8),
         cluster="devcluster",
         accounting=True,
@@ -263,7 +263,7 @@ def test_limits_of_another_site() -> None:
             "TmpFS = /scratch\n"
         )
     )
-    assert limits == Limits(
+    assert limits == ClusterLimits(
         version=(24, 11, 5),
         max_array_size=100_001,
         max_script_bytes=1000,
@@ -282,7 +282,7 @@ def test_limits_of_another_site() -> None:
 def test_the_config_of_a_newer_slurm() -> None:
     """25.11.7 prints the same names."""
     text = (DATA / "25.11.7" / "config.txt").read_text()
-    assert limits_from(parse_config(text)) == Limits(
+    assert limits_from(parse_config(text)) == ClusterLimits(
         version=(25, 11, 7),
         cluster="box",
         accounting=True,
@@ -323,7 +323,7 @@ def test_the_version() -> None:
 # As 22.05.8 printed it, with one more level.
 TREE = "root|||\ncourse|physics|mem=6000M\nphysics|root|mem=8000M,cpu=4\ndev|root||\n"
 CLUSTER = Cluster(
-    limits=Limits(cluster="c", accounting=True, accounting_enforce=frozenset({"limits"})),
+    limits=ClusterLimits(cluster="c", accounting=True, accounting_enforce=frozenset({"limits"})),
     associations=(
         Association("course", group_tres={"cpu": 2, "node": 1}),
         Association("dev"),
@@ -353,7 +353,7 @@ def test_where_nobody_answers_the_cluster_stays_as_it_is(
 def test_limits_that_are_not_enforced_are_not_asked_for() -> None:
     """Nor those of a user without associations."""
     run = FakeRunner({})
-    lax = dataclasses.replace(CLUSTER, limits=Limits(accounting=True))
+    lax = dataclasses.replace(CLUSTER, limits=ClusterLimits(accounting=True))
     assert with_group_limits(lax, run, env={}) is lax
     nobody = dataclasses.replace(CLUSTER, associations=())
     assert with_group_limits(nobody, run, env={}) is nobody

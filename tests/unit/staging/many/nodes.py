@@ -33,7 +33,7 @@ from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import supply_for
 from hpml_orchestrator.staging.distribution import Rates
-from hpml_orchestrator.staging.link import Place
+from hpml_orchestrator.staging.link import ChainPosition
 node = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -47,7 +47,7 @@ stager = CopyStager("7.0", bases=Bases(shm=node["base"]), should_stop=lambda: bo
 request = StageRequest("data", node["source"], kind=node["kind"], target="shm")
 status = 0
 try:
-    place = Place(
+    place = ChainPosition(
         f"{node['attempt']}/chain/data", lambda: bool(stop), node["index"], node["nodes"],
         f"n{node['index']}", interfaces=node["interfaces"], timeout=node["timeout"],
         join_seconds=node["join_seconds"],
