@@ -222,8 +222,9 @@ class LocalJob:
         """Record that the calling process is its supervisor and starts it now. Needs the lock."""
         me = identity(os.getpid())
         supervisor = Supervisor(me.pid, me.start, boot_id())
-        started = replace(self.status, state=JobState.RUNNING, started=time.time())
-        self.save(replace(started, supervisor=supervisor))
+        self.save(
+            replace(self.status, state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
+        )
 
     def requeue(self) -> None:
         """Have it wait in the queue once more, with the same id."""

@@ -173,8 +173,11 @@ def _start(home: Home, job: LocalJob, cpus: Sequence[int], gpus: Sequence[str]) 
     Dying in between does no harm: a later call starts another one, and only the first claims.
     """
     with contextlib.suppress(RecordError):
-        allocated = replace(job.status, cpus=cpus, gpus=gpus)
-        job.save(replace(allocated, state=JobState.CONFIGURING, spawned=time.time()))
+        job.save(
+            replace(
+                job.status, state=JobState.CONFIGURING, cpus=cpus, gpus=gpus, spawned=time.time()
+            )
+        )
         argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
         argv += [str(home.path), str(home.lock_root), job.job_id]
         with open(job.directory / "supervisor.log", "ab") as log:

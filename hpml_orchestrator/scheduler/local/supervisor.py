@@ -300,8 +300,16 @@ class _Run:
                 if state is JobState.REQUEUED:
                     self.job.requeue()
                     return
-                over = replace(self.job.status, state=state, ended=ended, reason=reason)
-                self.job.save(replace(over, exit_code=code, signal=number))
+                self.job.save(
+                    replace(
+                        self.job.status,
+                        state=state,
+                        ended=ended,
+                        exit_code=code,
+                        signal=number,
+                        reason=reason,
+                    )
+                )
             except RecordError as error:
                 late = time.monotonic() - began > _RECORD_PATIENCE_SECONDS
                 if late or signal.SIGTERM in self.signals.wait(_RECORD_PAUSE_SECONDS):
