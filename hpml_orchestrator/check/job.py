@@ -43,6 +43,7 @@ from hpml_orchestrator.scheduler.local.resources import (
     memory_mb,
     short_hostname,
 )
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script.directives import (
     effective_job,
     memory_mebibytes,
@@ -267,11 +268,6 @@ def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> 
 
 def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
     """Return the cluster, or why it could not be read."""
-    from hpml_orchestrator.scheduler.slurm.cluster import (  # noqa: PLC0415
-        read_cluster,
-        with_group_limits,
-    )
-
     try:
         return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
     except SchedulerUnavailable as fault:

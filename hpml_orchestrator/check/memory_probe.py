@@ -137,8 +137,8 @@ class Probe:
         Raises:
             ImportError: there is no PyTorch, or one that is too old.
         """
-        import torch  # noqa: PLC0415
-        from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - the user's Python may lack it
+        from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - as above
 
         self.torch = torch
         register_optimizer_step_post_hook(self._stepped)
@@ -151,7 +151,7 @@ class Probe:
 
     def _watch_loaders(self) -> None:
         """Note the bytes of a batch, and how many batches a loader prepares ahead."""
-        from torch.utils.data import dataloader  # noqa: PLC0415
+        from torch.utils.data import dataloader  # noqa: PLC0415 - as in install()
 
         kind = dataloader._BaseDataLoaderIter  # noqa: SLF001
         original = kind.__next__

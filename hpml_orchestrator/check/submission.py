@@ -37,6 +37,7 @@ def prepare_checked(
     checked: bool,
     notice: Callable[[str], None],
     unchecked: str = "`--no-check`",
+    sid: str = "",
     record: Mapping[str, object] | None = None,
 ) -> tuple[Submission, Scheduler]:
     """Check a job and write its submission; return it with its scheduler, to be submitted.
@@ -48,6 +49,7 @@ def prepare_checked(
         checked: whether to check the job first.
         notice: takes each line to show, such as a warning.
         unchecked: what the caller can write to submit it without the check.
+        sid: the submission's id, if it was chosen before.
         record: more for `submit.json`.
 
     Raises:
@@ -69,6 +71,7 @@ def prepare_checked(
         environment=dict(os.environ),
         after=dependencies,
         notice=notice,
+        sid=sid,
         record=record,
     )
     return submission, scheduler

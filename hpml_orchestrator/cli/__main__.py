@@ -20,7 +20,7 @@ def run() -> None:
     held = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if held:  # an exception can be lost in the midst of an import; nothing has begun by then
         signal.signal(signal.SIGINT, _leave)
-    from hpml_orchestrator.cli.main import main  # noqa: PLC0415
+    from hpml_orchestrator.cli.main import main  # noqa: PLC0415 - signals first
 
     try:
         if held:

@@ -31,6 +31,7 @@ from hpml_orchestrator.records.texts import first_few, rate_text
 from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.state import run_of
+from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import load_job, parse_setting
 
@@ -132,8 +133,6 @@ def _render(
     first = load(job.BenchSize(), [], []).job
     cluster = None
     if backend == "slurm":
-        from hpml_orchestrator.scheduler.slurm.cluster import read_cluster  # noqa: PLC0415
-
         cluster = read_cluster()
     size = job.size_of(wanted, first.resources.partition, cluster)
     sized = load(size, [], []).job

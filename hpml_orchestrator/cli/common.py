@@ -208,6 +208,6 @@ def print_table(
         lines = ("\t".join(" ".join(cell.split()) for cell in row) for row in [header, *rows])
         typer.echo("\n".join(lines))
         return
-    from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415
+    from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415 - rich takes long
 
     draw_table(header, rows, optional)

@@ -119,7 +119,7 @@ class Meter:
 
     def _draw(self, counts: str, done: int, all_bytes: int) -> None:
         if self._bar is None:
-            from hpml_orchestrator.cli.terminal import progress_bar  # noqa: PLC0415
+            from hpml_orchestrator.cli.terminal import progress_bar  # noqa: PLC0415 - rich takes long
 
             self._bar = progress_bar()
         self._bar.update(self._bar.task_ids[0], description=counts, completed=done, total=all_bytes)

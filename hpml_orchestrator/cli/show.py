@@ -153,7 +153,7 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
         shown = {**state_json(state, chosen=site), "summary": summary.to_json()}
         print_json({**shown, "life": life.to_json() if life else None})
     elif sys.stdout.isatty():
-        from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415
+        from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415 - rich takes long
 
         draw_summary(lines, completed=state.state == "COMPLETED")
     else:

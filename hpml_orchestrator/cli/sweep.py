@@ -394,7 +394,7 @@ def _follow(store: Store, planned: SweepPlan) -> SweepProgress:
     """Tick until the sweep has ended; a bar on a terminal, a line a minute elsewhere."""
     bar, shown, due = None, "", 0.0
     if sys.stderr.isatty():
-        from hpml_orchestrator.cli.terminal import sweep_bar  # noqa: PLC0415
+        from hpml_orchestrator.cli.terminal import sweep_bar  # noqa: PLC0415 - rich takes long
 
         bar = sweep_bar()
     carried = _load("sweeps.controller").Controller(store, planned)

@@ -18,7 +18,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
@@ -267,11 +267,11 @@ def _write(
     numbers = {entry.path: number for number, entry in enumerate(tree.files)}
     sums = [0, 0]
 
-    def on_report(word: str, *values: Any) -> None:
-        if word == "problem":
-            problems.add(*values)
+    def on_report(size: int, files: int, path: str, reason: str) -> None:
+        if reason:
+            problems.add(path, reason)
         else:
-            sums[:] = sums[0] + values[0], sums[1] + values[1]
+            sums[:] = sums[0] + size, sums[1] + files
             on_pack(sums[0], sums[1], tree.bytes, len(tree.files))
 
     def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
@@ -316,7 +316,7 @@ class _Writer:
         self._reader = TreeSource(tree.source_root, self._retry).reader(tree)
         self._tell = tell
         self._faulty = False  # the pack is lost: the other files are only read
-        self.tally = Tally(lambda size, files, _digests: tell("done", size, files))
+        self.tally = Tally(lambda size, files, _digests: tell(size, files, "", ""))
 
     def add(self, number: int, out: IO[bytes]) -> None:
         """Copy one file.
@@ -335,7 +335,7 @@ class _Writer:
         except (OSError, SourceChangedError) as error:
             self._faulty = True
             reason = _CHANGED if isinstance(error, SourceChangedError) else why(error)
-            self._tell("problem", entry.path, reason)
+            self._tell(0, 0, entry.path, reason)
         self._write(out, bytes(-entry.size % _BLOCK))
         self.tally.files += 1
 

@@ -103,21 +103,23 @@ def proof_json(proof: NodeProof) -> dict[str, object]:
     return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
 
 
-def proof_of_json(data: Mapping[str, Any]) -> NodeProof:
+def proof_of_json(data: Mapping[str, object]) -> NodeProof:
     """Return the proof that plain data hold; unknown fields are ignored.
 
     Raises:
         ValueError: they are not a proof.
     """
     try:
-        ranks = tuple(RankProof(**_values(RankProof, rank)) for rank in data.get("ranks", ()))
-        return NodeProof(**_values(NodeProof, {**data, "ranks": ranks}))
+        ranks = data.get("ranks", [])
+        if not isinstance(ranks, (list, tuple)):
+            raise TypeError("its ranks are not a list")
+        proofs = tuple(RankProof(**_values(RankProof, rank)) for rank in ranks)
+        return NodeProof(**_values(NodeProof, {**data, "ranks": proofs}))
     except (TypeError, AttributeError) as error:
         raise ValueError(f"not a proof of a node's binding: {error}") from None
 
 
-def _values(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+def _values(kind: type[NodeProof | RankProof], data: Mapping[str, object]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)} & set(data)
-    return {
-        name: tuple(data[name]) if isinstance(data[name], list) else data[name] for name in names
-    }
+    values = {name: data[name] for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}

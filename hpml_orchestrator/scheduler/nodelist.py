@@ -64,8 +64,7 @@ def fold(nodes: Iterable[str]) -> str:
 
 
 def _node_set(text: str) -> NodeSet:
-    # Importing ClusterShell takes longer than most commands run, which need no list of nodes.
-    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException  # noqa: PLC0415
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException  # noqa: PLC0415 - slow
 
     try:
         return NodeSet(text, resolver=RESOLVER_NOGROUP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
@@ -61,7 +61,7 @@ def _json(fields: dict[str, object]) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
-def _changed(model: BaseModel, *names: str) -> dict[str, Any]:
+def _changed(model: BaseModel, *names: str) -> dict[str, object]:
     """Return the fields that do not have their default."""
     values = {name: getattr(model, name) for name in names}
     fields = type(model).model_fields
@@ -94,8 +94,7 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, object]:
     if job.resources.nodes > 1:
         names += ["metadata_rate", *_SIZES]
     fields = _changed(staging, *names)
-    for name in fields.keys() & set(_SIZES):
-        fields[name] *= MIB
+    fields |= {name: getattr(staging, name) * MIB for name in _SIZES if name in fields}
     interfaces = site.site.interfaces_of(job.resources.partition)
     if interfaces and job.resources.nodes > 1:
         fields["interfaces"] = interfaces

@@ -6,7 +6,7 @@ import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -47,11 +47,10 @@ class ProfileDraft:
     probes: Mapping[str, NodeProbe | str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # topologies: relative path -> text
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what was found, for programs."""
         limits, default = self.cluster.limits, self.cluster.default_partition
         hosts = {kind: one.host for kind, one in self.probes.items() if isinstance(one, NodeProbe)}
-        accounts = self.cluster.associations
         return {
             "cluster": limits.cluster,
             "slurm": release(limits.version),
@@ -66,14 +65,18 @@ class ProfileDraft:
                 }
                 for group in self.groups
             ],
-            "accounts": accounts
-            and list(dict.fromkeys(association.account for association in accounts)),
+            "accounts": self._accounts(),
             "text": self.text,
         }
 
+    def _accounts(self) -> list[str] | None:
+        """Return the user's accounts; None if Slurm's accounting did not answer."""
+        found = self.cluster.associations
+        return None if found is None else list(dict.fromkeys(one.account for one in found))
+
     def lines(self) -> list[str]:
         """Return what was found, for people: a few lines."""
-        cluster, known = self.cluster, self.to_json()
+        cluster, limits = self.cluster, self.cluster.limits
         partitions = [
             partition.name if partition.state == "UP" else f"{partition.name} ({partition.state})"
             for partition in cluster.partitions
@@ -83,17 +86,24 @@ class ProfileDraft:
         if "nodes" in cluster.hidden:
             nodes = "not shown by the cluster (PrivateData)"
         accounts = "unknown: Slurm's accounting did not answer"
-        if known["accounts"] is not None:
-            accounts = first_few(known["accounts"], none="none of yours")
+        names = self._accounts()
+        if names is not None:
+            accounts = first_few(names, none="none of yours")
         out = sum(not node.up for node in cluster.nodes)
-        default = known["default_partition"] or "none"
+        default = cluster.default_partition
         probed = [kind for kind, one in self.probes.items() if isinstance(one, NodeProbe)]
         refused = [
             f"not {kind}: {one}" for kind, one in self.probes.items() if isinstance(one, str)
         ]
         rows = [
-            ("cluster", f"{known['cluster'] or '(without a name)'}, Slurm {known['slurm'] or '?'}"),
-            ("partitions", f"{first_few(partitions)}; default: {default}"),
+            (
+                "cluster",
+                f"{limits.cluster or '(without a name)'}, Slurm {release(limits.version) or '?'}",
+            ),
+            (
+                "partitions",
+                f"{first_few(partitions)}; default: {default.name if default else 'none'}",
+            ),
             ("nodes", nodes),
             *[("", f"{out} out of service")] * bool(out),
             ("accounts", accounts),

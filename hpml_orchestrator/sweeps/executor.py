@@ -25,13 +25,13 @@ from submitit import AutoExecutor
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from hpml_orchestrator.check.submission import prepare_checked
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, open_store
-from hpml_orchestrator.runs.after import pending_dependencies
-from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
+from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
+from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script.directives import leaves_out
@@ -292,15 +292,12 @@ class HpmlExecutor(core.Executor):
             for call, pickle in zip(calls, pickles, strict=True):
                 call.dump(pickle)
                 self._check_size(pickles[0], of)
-            scheduler = open_backend(backend, store)
-            submission = prepare(
+            submission, scheduler = prepare_checked(
                 store,
                 rendered,
-                backend=backend,
-                cluster=cluster_name(scheduler),
-                argv=sys.argv,
-                environment=os.environ,
-                after=pending_dependencies(store, job.after, backend=backend),
+                backend,
+                checked=False,
+                notice=lambda _: None,
                 sid=sid,
                 record=self._texts(rendered),
             )

@@ -7,13 +7,13 @@ PCI addresses are complete and lower case (`0000:c7:00.0`), sizes are in bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["Core", "Domain", "Gpu", "Nic", "Topology", "topology_json", "topology_of_json"]
 
@@ -101,6 +101,9 @@ class Topology:
         return next((domain for domain in self.domains if domain.number == number), None)
 
 
+Part = TypeVar("Part", Core, Domain, Gpu, Nic)
+
+
 def topology_json(topology: Topology) -> dict[str, object]:
     """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
     return {
@@ -126,7 +129,7 @@ def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, object]]
     return rows
 
 
-def topology_of_json(data: Any) -> Topology:
+def topology_of_json(data: object) -> Topology:
     """Return the topology that such data hold.
 
     Raises:
@@ -146,23 +149,26 @@ def topology_of_json(data: Any) -> Topology:
     )
 
 
-def _parsed(data: Any) -> Topology:
+def _parsed(data: object) -> Topology:
+    if not isinstance(data, dict):
+        raise TypeError(f"not an object but {data!r:.40}")
     if not isinstance(data["sockets_told"], bool) or not isinstance(data["warnings"], list):
         raise TypeError("sockets_told must be true or false, warnings a list")
     return Topology(
         source=str(data["source"]),
-        cores=tuple(Core(**_values(Core, row)) for row in data["cores"]),
-        domains=tuple(Domain(**_values(Domain, row)) for row in data["domains"]),
-        gpus=tuple(Gpu(**_values(Gpu, row)) for row in data["gpus"]),
-        nics=tuple(Nic(**_values(Nic, row)) for row in data["nics"]),
+        cores=_parts(Core, data["cores"]),
+        domains=_parts(Domain, data["domains"]),
+        gpus=_parts(Gpu, data["gpus"]),
+        nics=_parts(Nic, data["nics"]),
         links=tuple((str(row["gpu"]), str(row["nic"]), str(row["level"])) for row in data["links"]),
         warnings=tuple(str(warning) for warning in data["warnings"]),
         sockets_told=data["sockets_told"],
     )
 
 
-def _values(kind: Any, row: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: _value(field.name, row[field.name]) for field in fields(kind)}
+def _parts(kind: type[Part], rows: Iterable[Mapping[str, object]]) -> tuple[Part, ...]:
+    names = [field.name for field in fields(kind)]
+    return tuple(kind(**{name: _value(name, row[name]) for name in names}) for row in rows)
 
 
 def _value(name: str, value: Any) -> Any:

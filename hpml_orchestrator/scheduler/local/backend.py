@@ -157,7 +157,14 @@ class LocalScheduler:
             for job in [job for job_id in job_ids for job in self._home.find(job_id)]:
                 if job.state in (JobState.PENDING, JobState.CONFIGURING):
                     try:
-                        job.write(state=JobState.CANCELLED, ended=time.time(), reason="cancelled")
+                        job.save(
+                            replace(
+                                job.status,
+                                state=JobState.CANCELLED,
+                                ended=time.time(),
+                                reason="cancelled",
+                            )
+                        )
                     except RecordError as error:
                         raise SchedulerUnavailable(
                             f"cannot cancel job {job.job_id}: {error}",

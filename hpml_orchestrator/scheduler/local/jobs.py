@@ -222,21 +222,20 @@ class LocalJob:
         """Record that the calling process is its supervisor and starts it now. Needs the lock."""
         me = identity(os.getpid())
         supervisor = Supervisor(me.pid, me.start, boot_id())
-        self.write(state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
+        self.save(
+            replace(self.status, state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
+        )
 
     def requeue(self) -> None:
         """Have it wait in the queue once more, with the same id."""
-        self._save(Status(restarts=self.status.restarts + 1))
+        self.save(Status(restarts=self.status.restarts + 1))
 
-    def write(self, **changes: Any) -> None:
+    def save(self, status: Status) -> None:
         """Change the state, here and on disk.
 
         Raises:
             RecordError: it cannot be written; it is changed here all the same.
         """
-        self._save(replace(self.status, **changes))
-
-    def _save(self, status: Status) -> None:
         self.status = status
         write_json(self.directory / f"{self.position}.json", asdict(status))
 

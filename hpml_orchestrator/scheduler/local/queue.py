@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,7 +153,7 @@ def schedule(home: Home) -> list[LocalJob]:
 
 def _end(job: LocalJob, state: JobState, reason: str) -> None:
     with contextlib.suppress(RecordError):
-        job.write(state=state, ended=time.time(), reason=reason)
+        job.save(replace(job.status, state=state, ended=time.time(), reason=reason))
 
 
 def _clean_up_lost_job(job: LocalJob, home: Home) -> str:
@@ -172,7 +173,11 @@ def _start(home: Home, job: LocalJob, cpus: Sequence[int], gpus: Sequence[str]) 
     Dying in between does no harm: a later call starts another one, and only the first claims.
     """
     with contextlib.suppress(RecordError):
-        job.write(state=JobState.CONFIGURING, cpus=cpus, gpus=gpus, spawned=time.time())
+        job.save(
+            replace(
+                job.status, state=JobState.CONFIGURING, cpus=cpus, gpus=gpus, spawned=time.time()
+            )
+        )
         argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
         argv += [str(home.path), str(home.lock_root), job.job_id]
         with open(job.directory / "supervisor.log", "ab") as log:

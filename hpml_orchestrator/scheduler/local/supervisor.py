@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -247,7 +248,7 @@ class _Run:
     def _terminate(self, reason: str) -> None:
         self.kill_at = time.monotonic() + self.job.request.kill_wait_seconds
         with contextlib.suppress(RecordError):
-            self.job.write(state=JobState.COMPLETING, reason=reason)
+            self.job.save(replace(self.job.status, state=JobState.COMPLETING, reason=reason))
         self._send(signal.SIGCONT)
         self._send(signal.SIGTERM)
 
@@ -299,8 +300,15 @@ class _Run:
                 if state is JobState.REQUEUED:
                     self.job.requeue()
                     return
-                self.job.write(
-                    state=state, ended=ended, exit_code=code, signal=number, reason=reason
+                self.job.save(
+                    replace(
+                        self.job.status,
+                        state=state,
+                        ended=ended,
+                        exit_code=code,
+                        signal=number,
+                        reason=reason,
+                    )
                 )
             except RecordError as error:
                 late = time.monotonic() - began > _RECORD_PATIENCE_SECONDS

@@ -119,9 +119,7 @@ def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
         "probed      no kind of node",
         "            not cpu: no node was idle",
     ]
-    assert profile.to_json()["node_types"][0] == {
-        "name": "a100x4",
-        "count": 2,
-        "gpus": "a100:4",
-        "looked_at": None,
-    }
+    assert profile.to_json()["node_types"] == [
+        {"name": "a100x4", "count": 2, "gpus": "a100:4", "looked_at": None},
+        {"name": "cpu", "count": 1, "gpus": "0", "looked_at": None},
+    ]
