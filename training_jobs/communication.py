@@ -93,7 +93,7 @@ class Training:
         loss = nn.functional.cross_entropy(self.model(images), labels)
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         gradient = parameters_to_vector(gradients)
-        if method == "ps":  # get all gradients of the own part, and send what becomes of it
+        if method == "ps":  # get all gradients of the own part, and send the result
             padded = nn.functional.pad(gradient, (0, len(mine) * wire.ranks - len(gradient)))
             mine.grad = wire.exchange(padded).reshape(wire.ranks, -1).mean(0)
         else:

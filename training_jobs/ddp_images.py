@@ -48,7 +48,7 @@ NUMBERS = {  # options that are numbers: default, least, help
     "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
     "timeout-seconds": (600, 1, "how long a rank waits for others"),
 }
-PARTS = ["network", "optimizer", "scaler"]  # of a run, which a checkpoint has beside its position
+PARTS = ["network", "optimizer", "scaler"]  # of a run, which a checkpoint has next to its position
 STOP, FAIL = 1, 2  # what a rank can wish; the highest wish counts
 
 

@@ -312,7 +312,7 @@ class StopRecord(TypedDict, total=False):
 
 
 class CollectedEntry(TypedDict):
-    """What became of an entry of `collect` on a node."""
+    """The result of an entry of `collect` on a node."""
 
     source: str
     node: str

@@ -127,4 +127,4 @@ def printable(text: str) -> str:
 def beside(rows: Iterable[CollectedEntry]) -> str:
     """Return what else was found at the place of the results, by rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
-    return f"; beside it: {', '.join(names)}" if names else ""
+    return f"; next to it: {', '.join(names)}" if names else ""

@@ -329,7 +329,7 @@ def _is_saved(attempt: AttemptReport) -> bool:
 
 
 def _step(attempts: Sequence[AttemptReport]) -> int | None:
-    """Return the step that a run has reached: what was not saved does not count any more."""
+    """Return the step that a run has reached: steps that were not saved do not count."""
     *earlier, newest = attempts
     if newest.step is not None:
         return newest.step

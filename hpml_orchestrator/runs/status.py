@@ -327,7 +327,7 @@ def _merge_status(
 
 
 def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
-    """Return the state of a run between two jobs: the last has ended, the next is to follow."""
+    """Return the state of a run between two jobs: one has ended, and the next follows."""
     start = own.newest_start()
     if not own.goes_on and (start is None or own.next is not None):
         return base

@@ -206,7 +206,7 @@ def _paired_draws(cells: Sequence[Cell]) -> np.ndarray:
         times = np.log([time for _, time in sorted(zip(cost.seeds, cost.times, strict=True))])
         order = np.argsort(times)
         times, ordered = times[order], weights[:, order]
-        # A run stands in the middle of its weight; the median is where half of it is below.
+        # A run is in the middle of its weight; the median has half of the weight below it.
         below = np.cumsum(ordered, axis=1) - ordered / 2
         after = np.clip((below < 0.5).sum(axis=1), 1, count - 1)  # noqa: PLR2004 - the median
         rows = np.arange(_DRAWS)

@@ -54,7 +54,7 @@ class FakeScheduler:
             `move`, forget a job with `del`.
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
         delay_seconds: how long a request of KILLED_DURING is on its way.
-        unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is no longer visible.
+        unseen_delay_seconds: the same of BOTH_KILLED, after sbatch has left the list of processes.
         cluster_name: what `cluster` returns.
 
     >>> fake = FakeScheduler()
@@ -200,7 +200,7 @@ def _whole(job_id: str) -> str:
 
 
 def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
-    """Return the ids that come of a request: of an array one for each task of its `--array`."""
+    """Return the ids of the jobs of a request: of an array one for each task."""
     if request.only is not None:
         return [f"{job_id}_{request.only}"]
     if not request.array:

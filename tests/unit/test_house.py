@@ -29,6 +29,11 @@ ROOMS = sorted(
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 EXPORTERS = Path(hpml_exporters.__file__).parent
 EXPORTED = sorted(EXPORTERS.rglob("*.py"))
+PRODUCT = [
+    path
+    for name in ("hpml_orchestrator", "exporters", "dashboards", "training_jobs")
+    for path in sorted((PACKAGE.parent / name).rglob("*.py"))
+]
 EXPORTER = "hpml_exporters"
 OURS_FOR_EXPORTERS = {"", "errors", "records", "scheduler", "spec", "topology"}
 EXPORTER_ARROWS: dict[str, set[str]] = {
@@ -220,3 +225,26 @@ def test_every_file_says_what_it_is() -> None:
         text = path.read_text("utf-8")
         assert ast.get_docstring(ast.parse(text)), f"{path}: no docstring"
         assert text.count("\n") <= 500, path
+
+
+def test_values_have_types() -> None:
+    """`Any` stays at the edges: parsed documents, other programs' messages, foreign signatures."""
+    places = [
+        f"{path}:{number}"
+        for path in PRODUCT
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if re.search(r"[\[ ,|=]Any\b(?! [a-z])", line) and "import" not in line
+    ]
+    assert len(places) < 100, "\n".join(places)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Nobody has to look which `Report` or `Row` a signature means."""
+    homes: dict[str, set[str]] = {}
+    for path in PRODUCT:
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(str(path))
+    shared = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
+    # `Job` and `Run` of the Python API are what users write; the training jobs stand alone.
+    assert shared.keys() <= {"Checkpoint", "Data", "Job", "Run"}, shared

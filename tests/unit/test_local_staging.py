@@ -63,7 +63,7 @@ class Stager(Desk):
         return job
 
     def staged(self) -> list[Path]:
-        """What of the data lies in the target."""
+        """Return which of the data are in the target."""
         return list(self.target.rglob("*.bin"))
 
 
@@ -74,7 +74,7 @@ def desk(tmp_path: Path) -> Stager:
 
 
 def test_what_is_kept_is_there_for_the_next_job(desk: Stager) -> None:
-    """The second job copies nothing, has the same contents, and its record says so."""
+    """The second job copies nothing, has the same contents, and its record has that."""
     first = desk.run(keep=True)["summary"]["stages"][0]
     assert (first["reused"], first["kept"], first["methods"]) == (0, 1, ["copy"])
     assert len(desk.staged()) == FILES
@@ -100,7 +100,7 @@ def test_the_sites_limit_holds(desk: Stager) -> None:
 
 
 def test_links_that_lead_out_are_refused_unless_asked_for(desk: Stager) -> None:
-    """The job file decides; the check before a submission says it, and so does the node."""
+    """The job file decides; the check before a submission reports it, and so does the node."""
     (desk.source / "out").symlink_to("/etc/passwd")
     refused = desk.run(code=6, options=("--no-check",))
     assert "out: " in Path(refused["output"]).read_text("utf-8")
@@ -169,7 +169,7 @@ def test_what_a_killed_job_left_goes_with_the_next(desk: Stager) -> None:
 
 
 def test_ranks_do_not_wait_for_an_agent_that_was_killed(desk: Stager) -> None:
-    """Killed while it stages: no rank runs, the job fails long before its limit and says why."""
+    """Killed while it stages: no rank runs; the job fails long before its limit and prints why."""
     ranks = min(8, len(os.sched_getaffinity(0)))
     job = desk.start("submit", "sh", "-c", "echo RANK RAN", ranks=ranks, opens=2)
     partial = eventually(lambda: list(desk.target.rglob(".data.partial-*")))
@@ -235,9 +235,9 @@ def test_results_that_no_node_has(desk: Stager, end: str, code: int) -> None:
     ran = desk.json("run", "--local", file, code=6)
     assert (ran["state"], ran["exit_code"]) == ("FAILED", code)
     assert not list((Path(ran["directory"]) / "more").iterdir()), "made for nothing"
-    told = "modle.pt; beside it: model.pt\n"
+    told = "modle.pt; next to it: model.pt\n"
     assert (told in Path(ran["output"]).read_text("utf-8")) is (code == 8)
-    there = "{local.dir}/modle.pt: nothing there; beside it: model.pt"
+    there = "{local.dir}/modle.pt: nothing there; next to it: model.pt"
     assert there in desk.hpml("show", "last")
 
 

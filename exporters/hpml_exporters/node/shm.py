@@ -14,10 +14,9 @@ descriptor (/proc/PID/fdinfo, proc(5)) names the mount it is on; and only what i
 /dev/shm is looked at, through that descriptor, so that no mount or renaming meanwhile can come
 between. Links are not followed.
 
-Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory beside its manifest or a link to
-`hpml-{uid}/.cache/{key}/data`. What a shell staged, `hpml-{uid}/shell-{pid}-{start}/{name}`, is a
-file of its user's. They count by the size in the manifest: a million files cost one
-read.
+Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory next to its manifest, or a link
+to `hpml-{uid}/.cache/{key}/data`. What a shell staged, `hpml-{uid}/shell-{pid}-{start}/{name}`, is
+a file of its user's. They count by the size in the manifest: a million files cost one read.
 """
 
 from __future__ import annotations
