@@ -25,7 +25,6 @@ from submitit import AutoExecutor
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from hpml_orchestrator.check.submission import prepare_checked
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, open_store
@@ -282,6 +281,9 @@ class HpmlExecutor(core.Executor):
         self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
     ) -> list[core.Job[object]]:
         """Submit some of all calls (`of` is their number) as one job or array."""
+        # Each rank of a submitit job imports this module, and submits nothing.
+        from hpml_orchestrator.check.submission import prepare_checked  # noqa: PLC0415 - see above
+
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
