@@ -126,7 +126,7 @@ def _render(
     directory.mkdir(parents=True, exist_ok=True)
     program = job.place_program(directory)
 
-    def load(size: job.BenchSize, args: list[str], more: list[tuple[str, Any]]) -> Any:
+    def load(size: job.BenchSize, args: list[str], more: list[tuple[str, str]]) -> Any:
         fields = job.job_fields(size, wanted, program, args)
         return load_job(_SOURCE, [*more, *values], site, fields=fields)
 

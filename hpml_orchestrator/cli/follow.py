@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -190,7 +190,7 @@ class _Printer:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._binary: Any = out.buffer
+        self._binary = out.buffer
         self._last = b"\n"
 
     def write(self, data: bytes) -> None:

@@ -178,7 +178,7 @@ class LazyGroup(TyperGroup):
         self._loaded.add(name)
 
 
-def _help(line: str, function: Any) -> str:
+def _help(line: str, function: object) -> str:
     """Return a command's help: the table's line, then the docstring without its first paragraph."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")[1:] if function else []
     return "\n\n".join([line, *(" ".join(paragraph.split()) for paragraph in paragraphs)])
