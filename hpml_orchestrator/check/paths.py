@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
+from hpml_orchestrator.spec.load import SQUASHFS
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
@@ -29,6 +32,7 @@ __all__ = [
 ]
 
 _OF_THIS_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
+_HELP_SECONDS = 10
 _SLURM_CONF = "/etc/slurm/slurm.conf"
 _LOOPBACK = re.compile(
     r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
@@ -51,7 +55,7 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding
     return [
         *_program(job, environment),
         *_words(job),
-        *_software(job.environment, environment),
+        *_software(job.launcher, job.environment, environment),
     ]
 
 
@@ -122,7 +126,51 @@ def _on_path(
         yield _fault("warning", "program.mode", place, program, "is not executable", hint, at=path)
 
 
-def _software(software: Environment, environment: Mapping[str, str]) -> Iterator[CheckFinding]:
+def _engine(software: Environment, environment: Mapping[str, str]) -> Iterator[CheckFinding]:
+    """Yield a warning if what starts the container is not installed here."""
+    place, path = "environment.container.engine", environment.get("PATH")
+    engine = software.container.engine if software.container else ""
+    if engine == "apptainer" and not software.modules and not shutil.which(engine, path=path):
+        hint = "if a module brings it, name it in `environment.modules`"
+        yield warning("engine.missing", place, engine, "apptainer is not on PATH here", None, hint)
+    if engine == "pyxis" and (srun := shutil.which("srun", path=path)):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            options = subprocess.run(
+                [srun, "--help"], capture_output=True, timeout=_HELP_SECONDS, check=False
+            ).stdout
+            if b"--container-image" not in options:
+                message = "srun has no --container-image here: the plugin pyxis is not installed"
+                hint = "use `engine: apptainer`, or ask the administrators"
+                yield warning("engine.missing", place, engine, message, None, hint)
+
+
+def _without_torch(
+    launcher: str, software: Environment, environment: Mapping[str, str]
+) -> Iterator[CheckFinding]:
+    """Yield a warning if torchrun's Python is a virtual or conda environment without PyTorch."""
+    named = software.venv or (software.conda if "/" in (software.conda or "") else None)
+    if launcher != "torchrun" or software.container or (software.modules and not named):
+        return
+    if software.setup or {"PYTHONPATH"} & {*environment, *software.variables}:
+        return
+    found = shutil.which(software.python, path=environment.get("PATH"))
+    prefix = Path(named) if named else Path(found).parents[1] if found else None
+    if prefix is None or (software.conda and not named) or "/" in software.python:
+        return
+    settings = prefix / "pyvenv.cfg"
+    is_conda = (prefix / "conda-meta").is_dir()
+    with contextlib.suppress(OSError):
+        is_closed = is_conda or "packages = true" not in settings.read_text("utf-8")
+        if is_closed and not any(prefix.glob("lib*/python3*/site-packages/torch")):
+            place = "environment.venv" if software.venv or not named else "environment.conda"
+            message = "has no PyTorch, which `launcher: torchrun` needs"
+            hint = f"`{prefix}/bin/python -m pip install torch`, or another launcher"
+            yield warning("torch.missing", place, str(prefix), message, None, hint)
+
+
+def _software(
+    launcher: str, software: Environment, environment: Mapping[str, str]
+) -> Iterator[CheckFinding]:
     """Yield which environment, image or mount does not exist; or lacks what makes it one."""
     paths: list[tuple[Level, str, str, str, str, str]] = []
     if software.venv:
@@ -135,18 +183,16 @@ def _software(software: Environment, environment: Mapping[str, str]) -> Iterator
         hint = "`conda env list` lists your environments"
         paths.append(("error", "conda", "conda", software.conda, "conda-meta", hint))
     container = software.container
-    if container is not None and container.engine == "apptainer":
-        if "://" not in container.image:
-            hint = "`apptainer pull` creates one from a registry"
+    if container is not None:
+        has_apptainer = container.engine == "apptainer"
+        if (has_apptainer and "://" not in container.image) or container.image.endswith(SQUASHFS):
+            hint = f"`{'apptainer pull' if has_apptainer else 'enroot import'}` creates one"
             paths.append(("error", "image", "container.image", container.image, "", hint))
         for index, mount in enumerate(container.mounts):
             place = f"container.mounts.{index}"
             paths.append(("warning", "mount", place, mount.split(":")[0], "", ""))
-        if not software.modules and shutil.which("apptainer", path=environment.get("PATH")) is None:
-            place = "environment.container.engine"
-            hint = "if a module brings it, name it in `environment.modules`"
-            message = "apptainer is not on PATH here"
-            yield warning("engine.missing", place, container.engine, message, None, hint)
+        yield from _engine(software, environment)
+    yield from _without_torch(launcher, software, environment)
     for level, code, name, path, part, hint in paths:
         inner = os.path.join(path, part) if part else path
         if not os.path.exists(inner):

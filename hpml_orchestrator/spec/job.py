@@ -163,10 +163,17 @@ _NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in nam
 class Container(Model):
     """A container that the ranks run in."""
 
-    engine: Literal["apptainer", "pyxis"]
-    """What starts the container."""
+    engine: Annotated[
+        Literal["apptainer", "pyxis"],
+        BeforeValidator(
+            lambda value: "pyxis" if value == "enroot" else value,
+            json_schema_input_type=Literal["apptainer", "pyxis", "enroot"],
+        ),
+    ]
+    """What starts the container; `enroot` is another name for `pyxis`, its plugin for srun."""
     image: text.PathText
-    """Image file (apptainer) or reference (pyxis)."""
+    """Image file, or a reference such as `docker://python:3.12` (apptainer) or
+    `nvcr.io#nvidia/pytorch:26.09-py3` (pyxis)."""
     mounts: Annotated[list[text.PathText], Field(max_length=MAX_LIST)] = Field(default=[])
     """Directories to mount, as `PATH` or `PATH:INSIDE[:ro]`."""
 

@@ -47,6 +47,9 @@ __all__ = [
     "read_fields",
 ]
 
+SQUASHFS = (".sqsh", ".squashfs")
+"""Endings of image files of pyxis; its other images are references."""
+
 _INDEX_DIGITS = 6
 
 
@@ -395,8 +398,16 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     resolve(environment, "conda", may_be_name=True)
     resolve(environment, "python", may_be_name=True)
     container = environment.get("container") if isinstance(environment, dict) else None
-    if isinstance(container, dict) and container.get("engine") == "apptainer":
+    if _has_image_file(container):
         resolve(container, "image")
+
+
+def _has_image_file(container: object) -> bool:
+    """Whether the image of a container is a file, and not a reference alone."""
+    if not isinstance(container, dict):
+        return False
+    is_squashfs = str(container.get("image")).endswith(SQUASHFS)
+    return is_squashfs or container.get("engine") == "apptainer"
 
 
 def field_value(document: object, field: str) -> object:

@@ -22,12 +22,12 @@ PATH = {"PATH": "/usr/bin:/bin"}
 PY = {"environment": {"python": "sh"}}
 
 
-def codes(root: Path, **fields: Any) -> dict[str, str]:
+def codes(root: Path, path: str = PATH["PATH"], **fields: Any) -> dict[str, str]:
     """Code and level of what is found of a job that is right but for these fields."""
     if not {"script", "module", "command"} & set(fields):
         fields["command"] = ["true"]
     job = Job.model_validate({"name": "j", "workdir": str(root), **fields})
-    findings = check_program(job, PATH)
+    findings = check_program(job, {"PATH": path})
     return {finding.code: finding.level for finding in findings}
 
 
@@ -56,6 +56,8 @@ def test_what_a_job_names_must_exist(
     for name in ("v/bin/activate", "v/bin/python", "c/conda-meta/history"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch(0o755)
+    for name in ("v", "c"):
+        (tmp_path / name / "lib/python3.12/site-packages/torch").mkdir(parents=True)
 
     def here(value: Any) -> Any:
         if isinstance(value, dict):
@@ -106,6 +108,53 @@ def test_a_container_has_its_own_files(tmp_path: Path) -> None:
     }
     container = {"engine": "apptainer", "image": "docker://x/y"}
     assert codes(tmp_path, environment={"container": container}) == {"engine.missing": "warning"}
+
+
+def test_an_image_file_of_pyxis_has_to_exist(tmp_path: Path) -> None:
+    """Its other images are references; without srun nothing is known of the plugin."""
+    container = {"engine": "enroot", "image": f"{tmp_path}/torch.sqsh"}
+    asked = {"container": container}
+    assert codes(tmp_path, "/none", environment=asked) == {"image.missing": "error"}
+    (tmp_path / "torch.sqsh").touch()
+    assert codes(tmp_path, "/none", environment=asked) == {}
+    container["image"] = "nvcr.io#nvidia/pytorch:26.09-py3"
+    assert codes(tmp_path, "/none", environment=asked) == {}
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_pyxis_has_to_be_part_of_srun(tmp_path: Path, *, has_plugin: bool) -> None:
+    """A fake srun, which prints one option: there is no pyxis to install here."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(f"#!/bin/sh\necho --container-{'image' if has_plugin else 'none'}=IMAGE\n")
+    srun.chmod(0o755)
+    container = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:26.09-py3"}
+    found = codes(tmp_path, environment={"container": container}, path=f"{srun.parent}:/bin")
+    assert found == ({} if has_plugin else {"engine.missing": "warning"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "missing"),
+    [
+        ({}, "home = /usr/bin", True),
+        ({"launcher": "srun"}, "home = /usr/bin", False),
+        ({}, "include-system-site-packages = true", False),
+        ({"environment": {"setup": "module load torch"}}, "home = /usr/bin", False),
+        ({"environment": {"variables": {"PYTHONPATH": "/opt/torch"}}}, "home = /usr/bin", False),
+    ],
+)
+def test_torchrun_needs_pytorch(
+    tmp_path: Path, fields: dict[str, Any], settings: str, *, missing: bool
+) -> None:
+    """Only where all packages of the Python can be seen: in an environment that is closed."""
+    (tmp_path / "v" / "bin").mkdir(parents=True)
+    (tmp_path / "v" / "bin" / "activate").touch()
+    (tmp_path / "v" / "pyvenv.cfg").write_text(f"{settings}\n")
+    environment = {"venv": f"{tmp_path}/v", **fields.get("environment", {})}
+    found = codes(tmp_path, **{**fields, "environment": environment})
+    assert ("torch.missing" in found) == missing
+    (tmp_path / "v/lib/python3.12/site-packages/torch").mkdir(parents=True)
+    assert "torch.missing" not in codes(tmp_path, **{**fields, "environment": environment})
 
 
 @pytest.mark.parametrize(
