@@ -49,3 +49,25 @@ def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
     desk.hpml("run", "--local", job)
     place = tmp_path / ".venv"
     assert f"{place} {place}\n" in desk.hpml("logs")
+
+
+def test_the_environment_of_a_pixi_project(tmp_path: Path) -> None:
+    """The line of the documentation, with a fake pixi: no package index here has the real one."""
+    page = (Path(__file__).parents[2] / "docs" / "job-environment.md").read_text("utf-8")
+    (line,) = [text.strip() for text in page.splitlines() if "pixi shell-hook" in text]
+    pixi = tmp_path / "bin" / "pixi"
+    pixi.parent.mkdir()
+    prefix = f"{tmp_path}/.pixi/envs/default"
+    pixi.write_text(
+        f"#!/bin/sh\n[ \"$*\" = 'shell-hook --frozen' ] && [ \"$PWD\" = '{tmp_path}' ] || exit 1\n"
+        f"echo 'export PATH=\"{prefix}/bin:$PATH\"'\necho 'export CONDA_PREFIX={prefix}'\n"
+    )
+    pixi.chmod(0o755)
+    (tmp_path / prefix / "bin").mkdir(parents=True)
+    (tmp_path / prefix / "bin" / "python").symlink_to(sys.executable)
+    desk = Desk(tmp_path)
+    code = "import os, shutil; print(shutil.which('python'), os.environ['CONDA_PREFIX'])"
+    setup = line.removeprefix("setup: ").replace("pixi", str(pixi), 1)
+    job = desk.job(name="pixi", command=["python", "-c", code], environment={"setup": setup})
+    desk.hpml("run", "--local", job)
+    assert f"{prefix}/bin/python {prefix}\n" in desk.hpml("logs")
