@@ -24,7 +24,7 @@ from hpml_orchestrator.cli.process import (
     report_unwritable_output,
 )
 from hpml_orchestrator.cli.reference import EXAMPLES, examples
-from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -235,6 +235,11 @@ def _options(
     wants_help = {"-h", "--help"} & set(sys.argv[1:])
     if (relative or context.invoked_subcommand not in _ANYWHERE) and not wants_help:
         refuse_gone_directory()
+    source = context.get_parameter_source("site_profile")
+    if source is not None and source.name == "COMMANDLINE" and site_profile != "none":
+        path = os.path.abspath(os.path.expanduser(site_profile))
+        if not os.path.exists(path) and not wants_help:  # also for commands that read none
+            raise NotFoundError(f"no such site profile: {path}", hint="or `--site none`")
     context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 

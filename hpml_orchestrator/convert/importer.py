@@ -228,7 +228,7 @@ class _Import:
         rest = " ".join(map(shown, launch.words[1:]))
         if not PYTHON.fullmatch(launch.program) and _STARTS.search(rest):
             why = f"{launch.program} starts the launcher, which hpml starts itself"
-            raise launch.refused(launch.source, why, "write the launcher first")
+            raise launch.refused(launch.source, why, "begin the command with the launcher")
         for word in launch.words:
             if has_hole(word) and shown(word) in ("$@", "${@}", "$*", "${*}"):
                 why = "`hpml submit` passes no arguments to the program"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.convert.header import apply_option
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
 from hpml_orchestrator.convert.values import has_hole, shown
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def job_size(header: Header, given: Allocation, launch: Launch, report: ImportRe
     cpus = -(-given.cpus // ranks)
     if cpus * ranks != given.cpus:
         launch.changed(
-            f"{ranks} ranks share the header's {given.cpus} CPUs of a node; the job file asks for "
-            f"{cpus} each",
+            f"{ranks} ranks share {counted(given.cpus, 'CPU')} per node by the header; "
+            f"the job file asks for {cpus} each",
             "change resources.cpus_per_rank",
         )
     if not launch.launcher and given.gpus.count > 1:

@@ -151,7 +151,7 @@ def is_own(path: Path) -> bool:
 def _stays(state: State, runs: Iterable[Path]) -> str:
     """Return why a submission must not be removed; empty if it may be."""
     if not state.over:
-        return f"is not over: {state.text}"
+        return f"has not ended: {state.text}"
     try:
         attempts = sum(len(Run(directory).attempts()) for directory in runs)
     except RecordError as error:

@@ -131,7 +131,7 @@ def _not_over(state: State) -> tuple[str, str] | None:
     if state.state == "COMPLETING":
         return "is ending", "try again in a few seconds"
     restart = f"`hpml requeue {label}` restarts it in its own job"
-    return f"is not over: {state.state}", f"{restart}; or `hpml cancel {label}` first"
+    return f"has not ended: it is {state.state}", f"{restart}; or `hpml cancel {label}` first"
 
 
 def fields_to_resubmit(state: State) -> JobFields:

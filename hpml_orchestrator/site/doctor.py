@@ -142,7 +142,7 @@ def _slurm() -> list[DoctorFinding]:
         check_configuration("scontrol", os.environ)
     except ConfigurationMissing as error:
         return [_slurm_fault(error.message, error.hint)]
-    version = _output(["sbatch", "--version"]) or "of unknown version"
+    version = _output(["sbatch", "--version"]) or "Slurm of an unknown version"
     if " is UP" not in (_output(["scontrol", "ping"]) or ""):
         hint = "`scontrol ping` shows the reason; is SLURM_CONF right?"
         return [_slurm_fault(f"{version}, and its controller does not answer", hint)]

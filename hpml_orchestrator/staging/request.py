@@ -230,7 +230,7 @@ def kind_at(source: str, kind: str) -> str:
         return next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
     if is_dir != (kind in {"tree", "pack"}):
         found = "a directory" if is_dir else "a file"
-        raise InputError(f"kind {kind} but {found}", field="source", value=source)
+        raise InputError(f"has kind {kind}, but is {found}", field="source", value=source)
     if kind == "pack":
         shards_of(source)
     return kind

@@ -83,7 +83,7 @@ def test_data_that_do_not_exist() -> None:
     ("name", "kind", "message"),
     [
         ("tree", "pack", "not a directory of tar shards"),
-        ("tree", "tar", "kind tar but a directory"),
+        ("tree", "tar", "has kind tar, but is a directory"),
         ("no.tar", "auto", "no.tar"),
         ("no.zip", "auto", "no.zip"),
     ],

@@ -105,9 +105,9 @@ def test_what_is_not_known_to_be_over_stays(
 ) -> None:
     """Each with its reason; one that is named makes the command fail."""
     stays = {
-        made("lost", 90): "is not over: UNKNOWN (the scheduler has forgotten it",
-        made("damaged", 90): "is not over: UNREADABLE (",
-        made("fresh", 0, job=""): "is not over: SUBMITTING (hpml is about to call sbatch",
+        made("lost", 90): "has not ended: UNKNOWN (the scheduler has forgotten it",
+        made("damaged", 90): "has not ended: UNREADABLE (",
+        made("fresh", 0, job=""): "has not ended: SUBMITTING (hpml is about to call sbatch",
         made("again", 90, "FAILED"): "was started again after its end",
     }
     _, damaged, _, again = stays
@@ -213,7 +213,7 @@ def test_two_at_once_while_a_job_runs(
     for process in both:
         out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
-        assert f"kept: {running['id']} is not over: " in out
+        assert f"kept: {running['id']} has not ended: " in out
     assert not any(traces(store, submission) for submission in over)
     go.touch()
     assert hpml("wait", running["id"]).code == 0

@@ -125,8 +125,9 @@ def test_a_wrong_profile_stops_everything(
     for command in ("render", "submit"):
         assert hpml(command, job, *SLURM).refuses(2, words, str(project))
     assert sorted(shell.records.rglob("*")) == before
-    nowhere = hpml("--site", "nowhere.toml", "render", job, *SLURM)
-    assert nowhere.refuses(3, f"no such site profile: {shell.root}/nowhere.toml")
+    for command in (["render", job, *SLURM], ["list"]):
+        nowhere = hpml("--site", "nowhere.toml", *command)
+        assert nowhere.refuses(3, f"no such site profile: {shell.root}/nowhere.toml")
 
 
 def test_a_topology_that_cannot_be_read(shell: Shell, hpml: Hpml, project: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_is_not_over_is_requeued_instead(world: World) -> None:
     """Two jobs would write the same checkpoints."""
     submission = world.submit()
     error = refused(world, submission)
-    assert "is not over: PENDING" in str(error)
+    assert "has not ended: it is PENDING" in str(error)
     assert f"hpml requeue {submission.sid}" in error.hint
 
 

@@ -149,7 +149,7 @@ def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
     assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
     with pytest.raises(InputError, match="it holds README"):
         kind_of(StageRequest("x", str(tmp_path), kind="pack"))
-    with pytest.raises(InputError, match="kind zip but a directory"):
+    with pytest.raises(InputError, match="has kind zip, but is a directory"):
         kind_of(StageRequest("x", str(tmp_path), kind="zip"))
 
 
