@@ -59,7 +59,7 @@ class ImportReport:
         self.entries[ImportNote(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """ImportReport something that is not carried over."""
+        """Report something that is not carried over."""
         self.add("lost", line, text, why, todo)
 
     def changed(self, line: int, text: str, why: str, todo: str = "") -> None:
