@@ -52,7 +52,7 @@ def flow_text(value: object) -> str:
     else:
         text = _dumped(value, flow=True).removesuffix("\n...").strip()
     try:  # the reader does not take each plain text that the writer leaves, such as `{a: :a}`
-        is_same = YAML(typ="safe", pure=True).load(f"a: {text}\n") == {"a": value}
+        is_same = YAML(typ="safe", pure=True).load(f"a: {{a: {text}}}\n") == {"a": {"a": value}}
     except YAMLError:
         is_same = False
     return text if is_same else json.dumps(value, ensure_ascii=False)

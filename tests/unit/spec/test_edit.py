@@ -105,6 +105,7 @@ FIELDS = st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=3), min_si
 
 @settings(max_examples=50)
 @example({"a": {"a": 1}}, "a", "a", {"a": ":a"})
+@example({"a": {}}, "a", "a", ":a")
 @given(FIELDS, KEYS, KEYS, VALUES)
 def test_what_is_written_is_read_again(
     fields: dict[str, Any], top: str, inner: str, value: Any
