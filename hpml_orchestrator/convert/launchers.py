@@ -94,7 +94,7 @@ class Launch:
         self.report.lost(self.line, shown(text), why, todo)
 
     def changed(self, why: str, todo: str = "") -> None:
-        """ImportReport that the job file does this in another way."""
+        """Report that the job file does this in another way."""
         self.report.changed(self.line, self.source, why, todo)
 
     def set(self, setting: str) -> None:
