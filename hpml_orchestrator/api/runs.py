@@ -16,7 +16,7 @@ from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.check.submission import submit_checked
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
-from hpml_orchestrator.records.store import Submission, open_store
+from hpml_orchestrator.records.store import Store, Submission, open_store
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.dashboard import state_json
@@ -45,6 +45,12 @@ def _expect(valid: bool, field: str, value: object, right: str) -> None:
         raise InputError(f"must be {right}", field=field, value=value)
 
 
+def _store(records: str | Path | None, *, must_exist: bool = False) -> Store:
+    valid = records is None or isinstance(records, str | Path)
+    _expect(valid, "records", records, "the path of a directory, or None")
+    return open_store(records, must_exist=must_exist)
+
+
 def _seconds(timeout: float | None) -> float:
     """Return a timeout, infinite for None; refuse what is not a number of seconds."""
     valid = timeout is None or (isinstance(timeout, int | float) and timeout >= 0)
@@ -58,7 +64,7 @@ class Job:
     The fields are those of a job file. Relative paths start at the current directory.
 
     Attributes:
-        name: of the job.
+        name: of the job; like the other attributes it cannot be changed.
         source: the job file, or a path in the current directory that does not exist.
         resolve: returns the complete job, with the fields of the site profile `site`.
 
@@ -70,8 +76,17 @@ class Job:
     Job('fit')
     """
 
+    name: str
+    source: Path
+    resolve: partial[ResolvedJob]
+
     def __init__(self, **fields: object) -> None:
-        self._set(partial(load_job, Path.cwd() / "Job(…)", fields=fields))  # as if in a file
+        texts = {name: str(one) if isinstance(one, Path) else one for name, one in fields.items()}
+        self._set(partial(load_job, Path.cwd() / "Job(…)", fields=texts))  # as if in a file
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse a change, which would not reach the job that is submitted."""
+        raise AttributeError(f"{name}: a Job cannot be changed; make another one")
 
     @classmethod
     def from_file(cls, path: str | Path, settings: Mapping[str, object] | None = None) -> Job:
@@ -83,15 +98,18 @@ class Job:
         """
         _expect(isinstance(path, str | Path), "path", path, "the path of a job file")
         right = 'a dictionary such as {"resources.nodes": 4}'
-        _expect(isinstance(settings or {}, Mapping), "settings", settings, right)
+        valid = isinstance(settings or {}, Mapping) and all(
+            isinstance(one, str) for one in settings or ()
+        )
+        _expect(valid, "settings", settings, right)
         source, job = Path(path).expanduser().absolute(), cls.__new__(cls)
         changes = [*(settings or {}).items()]
         cls._set(job, partial(load_job, source, changes, fields=read_fields(source)))
         return job
 
     def _set(self, resolve: partial[ResolvedJob]) -> None:
-        resolved, self.resolve = resolve(), resolve
-        self.source, self.name = resolved.source, resolved.job.name
+        resolved = resolve()
+        vars(self).update(resolve=resolve, source=resolved.source, name=resolved.job.name)
 
     def __repr__(self) -> str:
         return f"Job({self.name!r})"
@@ -119,7 +137,7 @@ class Run:
     def __init__(
         self, word: str | Submission = "last", *, records: str | Path | None = None
     ) -> None:
-        self._store = open_store(records, must_exist=True)
+        self._store = _store(records, must_exist=True)
         if not isinstance(word, Submission):
             right = "a text: a run's id, the name of its job, a job id or `last`"
             _expect(isinstance(word, str), "word", word, right)
@@ -245,7 +263,8 @@ def submit(
         job = Job.from_file(job)
     for name, value in (("local", local), ("check", check)):
         _expect(isinstance(value, bool), name, value, "True or False")
-    store, backend = open_store(records), choose("local" if local else "auto")
+    _expect(isinstance(site, str | Path), "site", site, "the path of a site profile, or `none`")
+    store, backend = _store(records), choose("local" if local else "auto")
     chosen = str(site) or os.environ.get("HPML_SITE", "")
     profile = site_for(job.source, os.environ, chosen=chosen, backend=backend)
     rendered = render_job(job.resolve(site=profile), site=profile, here=backend == "local")
@@ -295,7 +314,7 @@ def list_runs(
     _expect(isinstance(state, str), "state", state, "a text such as `failed,timeout`")
     valid = limit is None or (isinstance(limit, int) and limit >= 0)
     _expect(valid, "limit", limit, "a number of runs, or None")
-    store = open_store(records, must_exist=True)
+    store = _store(records, must_exist=True)
     moment = None if since is None else parse_since(since, field="since", now=time.time())
     states = parse_states(state, field="state") if state else ()
     found = select(store, name=name, since=moment, in_states=states, limit=limit)
@@ -316,5 +335,5 @@ def sweep_report(word: str = "last", *, records: str | Path | None = None) -> Sw
     check_extra()
     from hpml_orchestrator.sweeps.reporting import read_report  # noqa: PLC0415 - loads matplotlib
 
-    store = open_store(records, must_exist=True)
+    store = _store(records, must_exist=True)
     return read_report(store, resolve(store, word))

@@ -1,1 +1,1 @@
-"""Would the cluster take a job, and start it? Pure rules over facts that are gathered first."""
+"""Whether the cluster would accept and start a job; checks and submits for commands and API."""

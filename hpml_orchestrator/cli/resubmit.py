@@ -21,6 +21,7 @@ from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
     fields_to_resubmit,
+    last_to_save,
     refuse_to_resubmit,
 )
 from hpml_orchestrator.runs.status import states
@@ -67,6 +68,8 @@ def resubmit(
     )
     directory = checkpoint_directory(state)
     if directory and made.record()["job"]["checkpoint"]["directory"] == directory:
-        notice(f"continues from the checkpoints of {submission.sid} in {directory}")
+        last = last_to_save(store, directory, before=made)
+        also = f"; {last.sid} saved last" if last and last.sid != submission.sid else ""
+        notice(f"continues from the checkpoints of {submission.sid} in {directory}{also}")
     message = f"submitted {made.sid} as job {job_text(made, job_id)}"
     report_submission(store, made, job_id, message, as_json=as_json)

@@ -276,7 +276,7 @@ class _Import:
             why = "hpml asks for an hour, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
         elif not seconds:
-            why = "a job file needs a time limit"
+            why = "a job file needs a time limit: the job gets one hour"
             self.report.lost(time.line, time.shown, why, "write resources.time")
         values = {
             "nodes": size.nodes,

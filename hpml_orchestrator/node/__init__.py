@@ -1,1 +1,1 @@
-"""What runs inside a job: the node agent, hpml-bind, the channel reader, the local srun."""
+"""What runs inside a job: the node agent, hpml-bind, staging, the channel reader, the end."""

@@ -116,16 +116,20 @@ class Life:
     def lines(self) -> list[str]:
         """Lines about a run that has not ended, in addition to its state."""
         lost = ""
-        if self.lost_seconds and self.lost_ratio is not None:
+        if self.lost_seconds and self.lost_ratio is not None and not self._trained_unseen:
             lost = f"{self.lost_ratio:.1%} of the time lost to restarts"
         return [*filter(None, (", ".join(filter(None, (self.line, lost))), self.progress))]
+
+    @property
+    def _trained_unseen(self) -> bool:
+        """Whether no attempt of several reported a step, so that what was lost is unknown."""
+        return len(self.attempts) > 1 and not any(one.trained_from for one in self.attempts)
 
     @property
     def restarts(self) -> str:
         """What restarts and checkpoints cost, in one line; empty without any."""
         parts = []
-        unknown = len(self.attempts) > 1 and not any(one.trained_from for one in self.attempts)
-        if unknown:
+        if self._trained_unseen:
             parts.append("time lost to restarts is unknown: the program reports no steps")
         elif self.lost_seconds and self.lost_ratio is not None:
             sums = {

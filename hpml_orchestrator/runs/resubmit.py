@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "checkpoint_directory",
     "fields_to_resubmit",
+    "last_to_save",
     "refuse_if_continued",
     "refuse_shared_checkpoints",
     "refuse_to_resubmit",
@@ -147,6 +148,12 @@ def fields_to_resubmit(state: State) -> JobFields:
     if state.attempts:
         job["after"] = []
     return job
+
+
+def last_to_save(store: Store, directory: str, *, before: Submission) -> Submission | None:
+    """Return the newest earlier submission that saves to a directory; None if there is none."""
+    others = _with_directory(store, directory)
+    return next((one for one in others if one.sid != before.sid), None)
 
 
 def _with_directory(

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.faults import shown, why
@@ -202,10 +202,8 @@ def _remove(path: str) -> None:
         if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError):
             raise error
 
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(path, onexc=fault)
-    else:
-        shutil.rmtree(path, onerror=fault)
+    words: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": fault}
+    shutil.rmtree(path, **words)
 
 
 def _open_up(path: str) -> None:

@@ -180,6 +180,12 @@ class HpmlExecutor(core.Executor):
             raise InputError("is not a parameter of this executor", field=name, hint=hint)
         parameters = {**self.parameters, **kwargs}
         with _hints():
+            for name in ("array_parallelism", "signal_delay_s"):
+                value = kwargs.get(name)
+                is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+                if value is not None and not is_count:
+                    message, hint = "must be a whole number above 0", f"such as hpml_{name}=8"
+                    raise InputError(message, field=name, value=value, hint=hint)
             self._load(parameters, choose(parameters.get("backend", "auto")))
         self.parameters.update(kwargs)
 

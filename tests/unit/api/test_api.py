@@ -178,6 +178,16 @@ def test_a_hint_names_the_argument_of_the_function() -> None:
     assert refused.value.hint == "nothing was submitted; `check=False` submits it as it is"
 
 
+def test_a_job_cannot_be_changed(tmp_path: Path) -> None:
+    """A change would not reach what is submitted; a path is as good as its text."""
+    (tmp_path / "fit.py").touch()
+    job = Job(name="fit", script=tmp_path / "fit.py")
+    for name in ("name", "args"):
+        with pytest.raises(AttributeError, match=f"{name}: a Job cannot be changed"):
+            setattr(job, name, "other")
+    assert repr(job) == "Job('fit')"
+
+
 def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
     """Paths in a job file start at its directory, and settings win over it."""
     folder = tmp_path / "project"
@@ -226,6 +236,13 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
             InputError,
             "settings: must be a dictionary",
         ),
+        (
+            lambda: Job.from_file("a.yaml", wrong({3: 3})),
+            InputError,
+            "settings: must be a dictionary",
+        ),
+        (lambda: submit(shell("true"), records=wrong(3)), InputError, "records: must be the path"),
+        (lambda: submit(shell("true"), site=wrong(3)), InputError, "site: must be the path"),
         (lambda: Run("nothing"), NotFoundError, "no run 'nothing'"),
         (lambda: Run(wrong(5)), InputError, r"word: must be a text: .* job id .*\(got 5\)"),
         (lambda: list_runs(limit=-1), InputError, r"limit: must be .*\(got -1\)"),

@@ -72,6 +72,8 @@ def test_it_continues_from_the_checkpoints(shell: Shell, hpml: Hpml) -> None:
     assert hpml("wait", "last").code == 0
     assert hpml("logs", "last").out.endswith("each\nsaved\n")
     assert "has the checkpoints of saves-" in hpml("prune", first["id"]).out
+    second = hpml("list", "--json").json()[0]["id"]
+    assert f"; {second} saved last\n" in hpml("resubmit", first["id"]).err
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_a_wrong_profile_stops_everything(
     for command in ("render", "submit"):
         assert hpml(command, job, *SLURM).refuses(2, words, str(project))
     assert sorted(shell.records.rglob("*")) == before
-    for command in (["render", job, *SLURM], ["list"]):
-        nowhere = hpml("--site", "nowhere.toml", *command)
+    for words_of in (["render", job, *SLURM], ["list"]):
+        nowhere = hpml("--site", "nowhere.toml", *words_of)
         assert nowhere.refuses(3, f"no such site profile: {shell.root}/nowhere.toml")
 
 

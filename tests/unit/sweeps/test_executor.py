@@ -426,6 +426,8 @@ def value_at(job: Any, field: str) -> Any:
         ({"hpml_mem_per_cpu": "much"}, InputError, "mem_per_cpu: must be a size"),
         ({"hpml_cpus_per_gpu": 3}, InputError, "cpus_per_gpu: the CPUs of 0 GPUs"),
         ({"hpml_job_file": "missing.yaml"}, HpmlError, "missing.yaml"),
+        ({"hpml_array_parallelism": "x"}, InputError, "array_parallelism: must be a whole number"),
+        ({"hpml_signal_delay_s": 0}, InputError, "signal_delay_s: must be a whole number above 0"),
         ({"hpml_set": {"resources.nods": 2}}, InputError, "resources.nods"),
         ({"hpml_set": {"checkpoint": True}}, InputError, "checkpoint: functions are saved"),
         (
