@@ -253,7 +253,13 @@ def _container(
     for mount in map(template.in_quotes, container.mounts):
         mounts.append(mount if ":" in mount else f"{mount}:{mount}")
     if container.engine == "enroot":
-        words = ["enroot", "start", "--rw", "--conf", template.Raw('"$HPML_ATTEMPT_DIR/enroot.conf"')]
+        words = [
+            "enroot",
+            "start",
+            "--rw",
+            "--conf",
+            template.Raw('"$HPML_ATTEMPT_DIR/enroot.conf"'),
+        ]
         for source, target, *flags in (mount.split(":") for mount in mounts):
             options = ",".join(["x-create=auto", "rbind", *flags])
             words += ["--mount", template.Raw(f'"{source}:{target}:none:{options}"')]

@@ -19,7 +19,16 @@ from hpml_orchestrator.script import render, template
 from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from tests.unit.script.support import APPTAINER, ENROOT, HERE, LAUNCHERS, PYXIS, job, launch, program
+from tests.unit.script.support import (
+    APPTAINER,
+    ENROOT,
+    HERE,
+    LAUNCHERS,
+    PYXIS,
+    job,
+    launch,
+    program,
+)
 
 DATA = Path(__file__).parent / "data"
 FUNCTIONS = Path(own_directory(), "hpml-job.sh")

@@ -105,8 +105,7 @@ def message_of(load: Load, text: str) -> str:
         ("environment: {variables: {IFS: 0}}", f"environment.variables.IFS: {OWN}"),
         (
             "environment: {container: {engine: docker, image: i}}",
-            "environment.container.engine: must be 'apptainer', 'pyxis' or 'enroot' (got"
-            " 'docker')",
+            "environment.container.engine: must be 'apptainer', 'pyxis' or 'enroot' (got 'docker')",
         ),
         (
             "environment: {container: {engine: pyxis, image: -i}}",
