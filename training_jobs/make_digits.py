@@ -38,8 +38,8 @@ def write_digits(target: Path) -> bool:
             return False
         raise DigitsError(f"{target} exists and does not hold the {IMAGES} digits: remove it first")
     try:
-        from PIL import Image  # noqa: PLC0415
-        from sklearn.datasets import load_digits  # noqa: PLC0415
+        from PIL import Image  # noqa: PLC0415 - for the images alone
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - as above
     except ImportError as error:
         raise DigitsError(
             f"{error.name} is not installed: pip install scikit-learn pillow"

@@ -16,7 +16,7 @@ __all__ = ["NodeCollector"]
 def __getattr__(name: str) -> type[NodeCollector]:
     """Import what is asked for: a lean process that needs little of it stays lean."""
     if name == "NodeCollector":
-        from hpml_exporters.app import NodeCollector  # noqa: PLC0415
+        from hpml_exporters.app import NodeCollector  # noqa: PLC0415 - for users of the API
 
         return NodeCollector
     raise AttributeError(name)

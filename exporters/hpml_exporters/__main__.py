@@ -40,9 +40,9 @@ def main(words: list[str], load: Load = _load_node) -> int:
     from hpml_exporters.app import block_signals, run  # noqa: PLC0415 - signals first
 
     block_signals()
-    from hpml_exporters.core.sampler import tell  # noqa: PLC0415
-    from hpml_exporters.options import check  # noqa: PLC0415
-    from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
+    from hpml_exporters.core.sampler import tell  # noqa: PLC0415 - as above
+    from hpml_exporters.options import check  # noqa: PLC0415 - as above
+    from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415 - as above
 
     if len(words) != 1:
         tell("error: one argument is wanted: options as JSON, see hpml_exporters/options.py")

@@ -140,7 +140,7 @@ def gpu_domain(about: object) -> int | None:
 def measure_allreduce(part: str, options: argparse.Namespace) -> None:
     """Measure all-reduce over sizes; rank 0 of each node prints the curve."""
     import torch  # noqa: PLC0415 - nodes may lack it
-    from torch import distributed  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415 - torch is slow
 
     rank, world, local = options.index, options.world, max(1, options.gpus)
     on_gpu = bool(options.gpus)
@@ -171,7 +171,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
 def _allreduce_seconds(values: torch.Tensor, deadline: float) -> list[float]:
     """Return the seconds of an all-reduce, once per repeat; none after the deadline."""
     import torch  # noqa: PLC0415 - nodes may lack it
-    from torch import distributed  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415 - torch is slow
 
     def work() -> None:
         distributed.all_reduce(values)

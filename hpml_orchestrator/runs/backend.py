@@ -119,10 +119,10 @@ def refuse_elsewhere(state: State) -> None:
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:
     """Return the scheduler `slurm`, or `local` of a host; of this machine without one."""
     if name == "slurm":
-        from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler  # noqa: PLC0415
+        from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler  # noqa: PLC0415 - one of the two is used
 
         return SlurmScheduler()
-    from hpml_orchestrator.scheduler.local.backend import LocalScheduler  # noqa: PLC0415
+    from hpml_orchestrator.scheduler.local.backend import LocalScheduler  # noqa: PLC0415 - one of the two is used
 
     return LocalScheduler(store.local_home(host or socket.gethostname()))
 

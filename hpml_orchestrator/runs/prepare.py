@@ -72,7 +72,7 @@ def render_job(
     """
     targets: dict[str, str] = {}
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        from hpml_orchestrator.runs import stage_targets  # noqa: PLC0415
+        from hpml_orchestrator.runs import stage_targets  # noqa: PLC0415 - few have such
 
         profile = site.site if site else None
         room = stage_targets.room_of_site(resolved.job, profile)

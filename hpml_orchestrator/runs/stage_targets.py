@@ -168,10 +168,10 @@ def _bytes_in_ram(stage: Stage) -> int | None:
         HpmlError: an archive or pack is damaged, or not of the kind in the job file.
         OSError: it cannot be read.
     """
-    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
-    from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415
+    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - only for `target: auto`
+    from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415 - as above
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
-    from hpml_orchestrator.staging.supply import open_source  # noqa: PLC0415
+    from hpml_orchestrator.staging.supply import open_source  # noqa: PLC0415 - as above
 
     request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
     with contextlib.closing(open_source(request, Retry(), _ANY_BYTES)) as source:

@@ -85,10 +85,10 @@ class SlurmOptions:
 
     def _source(self) -> ViewSource:
         # Only the chosen source is imported: the exporter stays small.
-        from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415
+        from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415 - one source is used
 
         if self.source != "commands":
-            from hpml_exporters.slurm.native import Native  # noqa: PLC0415
+            from hpml_exporters.slurm.native import Native  # noqa: PLC0415 - pyslurm may be missing
 
             try:
                 return Native(shares=self.users)

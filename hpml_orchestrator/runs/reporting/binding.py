@@ -112,7 +112,7 @@ def read_binding(
 
 def node_topology(attempt: Attempt, node: str) -> Topology | None:
     """Return the topology that a node's agent recorded; None if missing or damaged."""
-    from hpml_orchestrator.topology.model import topology_of_json  # noqa: PLC0415
+    from hpml_orchestrator.topology.model import topology_of_json  # noqa: PLC0415 - one command needs it
 
     try:
         return topology_of_json(read_json(attempt.directory / "nodes" / f"{node}.topology.json"))
