@@ -16,7 +16,7 @@ from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
-from hpml_orchestrator.spec.load import has_image_file
+from hpml_orchestrator.spec.load import is_image_file
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
@@ -185,7 +185,7 @@ def _software(
         paths.append(("error", "conda", "conda", software.conda, "conda-meta", hint))
     container = software.container
     if container is not None:
-        if has_image_file(container.engine, container.image):
+        if is_image_file(container.engine, container.image):
             is_sif = container.engine == "apptainer"
             hint = f"`{'apptainer pull' if is_sif else 'enroot import'}` creates one"
             paths.append(("error", "image", "container.image", container.image, "", hint))

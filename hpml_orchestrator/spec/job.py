@@ -292,6 +292,12 @@ _OTHER_LAUNCHERS = {
     "horovod": "use `launcher: horovodrun` on one node, `launcher: mpirun` on several",
     "slurm": "use `launcher: srun`",
 }
+_NO_CONTAINERS = {
+    ("mpirun", "pyxis"): "is a part of srun",
+    ("horovodrun", "pyxis"): "is a part of srun",
+    ("mpirun", "enroot"): "hides Open MPI's sockets",
+}
+"""Launchers and engines that do not fit, and why."""
 _Index = Annotated[int, Field(ge=0)]
 
 
@@ -427,15 +433,10 @@ class Job(Model):
                 "a Horovod that was built with MPI"
             )
         engine = container.engine if container is not None else ""
-        if self.launcher == "mpirun" and engine == "enroot":
+        if why := _NO_CONTAINERS.get((self.launcher, engine)):
             yield (
-                "launcher: mpirun cannot start ranks in a container of enroot, which hides Open "
-                "MPI's sockets: use `launcher: srun`, or `engine: apptainer`"
-            )
-        if self.launcher in ("mpirun", "horovodrun") and engine == "pyxis":
-            yield (
-                f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
-                "part of srun: use `launcher: srun`, or `engine: apptainer`"
+                f"launcher: {self.launcher} cannot start ranks in a container of {engine}, which "
+                f"{why}: use `launcher: srun`, or `engine: apptainer`"
             )
         if self.checkpoint.enabled:
             yield from self._checkpoint_contradictions()

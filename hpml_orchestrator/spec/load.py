@@ -395,12 +395,12 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     resolve(environment, "conda", may_be_name=True)
     resolve(environment, "python", may_be_name=True)
     container = environment.get("container") if isinstance(environment, dict) else None
-    if isinstance(container, dict):
-        if has_image_file(container.get("engine"), str(container.get("image"))):
-            resolve(container, "image")
+    own = container if isinstance(container, dict) else {}
+    if is_image_file(own.get("engine"), str(own.get("image"))):
+        resolve(container, "image")
 
 
-def has_image_file(engine: object, image: str) -> bool:
+def is_image_file(engine: object, image: str) -> bool:
     """Whether the image of a container is a file, and not a reference or name."""
     is_squashfs = image.endswith((".sqsh", ".squashfs")) or (engine == "enroot" and "/" in image)
     return "://" not in image and (is_squashfs or engine == "apptainer")

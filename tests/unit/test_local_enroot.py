@@ -1,4 +1,4 @@
-"""Jobs whose ranks run in a container of enroot, with a fake of `enroot start` that isolates them."""
+"""Jobs with ranks in a container of enroot, with a fake of `enroot start` that isolates them."""
 
 from __future__ import annotations
 
