@@ -16,7 +16,7 @@ from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
-from hpml_orchestrator.spec.load import SQUASHFS
+from hpml_orchestrator.spec.load import is_image_file
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
@@ -130,9 +130,10 @@ def _engine(software: Environment, environment: Mapping[str, str]) -> Iterator[C
     """Yield a warning if what starts the container is not installed here."""
     place, path = "environment.container.engine", environment.get("PATH")
     engine = software.container.engine if software.container else ""
-    if engine == "apptainer" and not software.modules and not shutil.which(engine, path=path):
+    is_command = engine in ("apptainer", "enroot")
+    if is_command and not software.modules and not shutil.which(engine, path=path):
         hint = "if a module brings it, name it in `environment.modules`"
-        yield warning("engine.missing", place, engine, "apptainer is not on PATH here", None, hint)
+        yield warning("engine.missing", place, engine, f"{engine} is not on PATH here", None, hint)
     if engine == "pyxis" and (srun := shutil.which("srun", path=path)):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             options = subprocess.run(
@@ -140,7 +141,7 @@ def _engine(software: Environment, environment: Mapping[str, str]) -> Iterator[C
             ).stdout
             if b"--container-image" not in options:
                 message = "srun has no --container-image here: the plugin pyxis is not installed"
-                hint = "use `engine: apptainer`, or ask the administrators"
+                hint = "use `engine: enroot` or `engine: apptainer`, or ask the administrators"
                 yield warning("engine.missing", place, engine, message, None, hint)
 
 
@@ -184,9 +185,9 @@ def _software(
         paths.append(("error", "conda", "conda", software.conda, "conda-meta", hint))
     container = software.container
     if container is not None:
-        has_apptainer = container.engine == "apptainer"
-        if (has_apptainer and "://" not in container.image) or container.image.endswith(SQUASHFS):
-            hint = f"`{'apptainer pull' if has_apptainer else 'enroot import'}` creates one"
+        if is_image_file(container.engine, container.image):
+            is_sif = container.engine == "apptainer"
+            hint = f"`{'apptainer pull' if is_sif else 'enroot import'}` creates one"
             paths.append(("error", "image", "container.image", container.image, "", hint))
         for index, mount in enumerate(container.mounts):
             place = f"container.mounts.{index}"

@@ -73,7 +73,8 @@ NameOption = Annotated[
 def list_(
     context: typer.Context,
     number: Annotated[
-        int, typer.Option("--number", "-n", min=1, help="How many runs to list.")
+        int,
+        typer.Option("--number", "-n", "--limit", min=1, help="List only the newest N runs."),
     ] = 20,
     everything: Annotated[bool, typer.Option("--all", "-a", help="List all runs.")] = False,
     state: Annotated[

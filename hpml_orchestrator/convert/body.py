@@ -349,7 +349,7 @@ def _name(command: Command) -> str:
 
 
 def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
-    """ImportReport the redirections of a launch, and what follows it on its line."""
+    """Report the redirections of a launch, and what follows it on its line."""
     for text in command.redirects:
         if "<" in text and "/dev/null" not in text:
             why, hint = "ranks read no standard input", "have the program read a file"

@@ -139,6 +139,10 @@ def apply_option(header: Header, option: Option, report: ImportReport) -> None:
         _SPECIAL[name](header, option, report)
     elif name in _NOT_CARRIED:
         kind, why, todo = _NOT_CARRIED[name]
+        if value == "singleton":
+            why = "a job file names the runs that a job waits for"
+            todo = "`hpml submit --after any:RUN JOB_FILE`, or `checkpoint` if the runs continue"
+            todo += " one another"
         report.add(kind, option.line, option.shown, why, todo)
     elif name not in _TEXTS:
         _extra(header, option, report)

@@ -52,6 +52,7 @@ _STARTS = re.compile(
 )
 _ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
 _LATER = re.compile(rf"\b({'|'.join(SET_LATER)})=")
+_OWN_DIRECTORY = re.compile(r"/\{array\.index\}(/|$)")
 _SECRET = re.compile(r"_KEY|TOKEN|SECRET|PASSWORD")
 
 
@@ -256,6 +257,10 @@ class _Import:
             python, rest = launch.python if launch.launcher == "torchrun" else "", []
         if rest:
             self.put("args", rest)
+        for word in rest:
+            if _OWN_DIRECTORY.search(word):
+                why = "hpml also makes a directory for each task, which `hpml show` names"
+                launch.changed(why, f"write {{run.dir}} for {word} if the program writes there")
         if python not in ("", "python") and not has_hole(python):
             path = self.context.path(os.path.join(launch.directory, python))
             named = path if "/" in path else f"./{path}"

@@ -90,11 +90,11 @@ class Launch:
         return InputError(f"line {self.line}: {shown(text)}: {why}", hint=hint)
 
     def lost(self, text: str, why: str, todo: str = "") -> None:
-        """ImportReport a part of the line that the job file does not have."""
+        """Report a part of the line that the job file does not have."""
         self.report.lost(self.line, shown(text), why, todo)
 
     def changed(self, why: str, todo: str = "") -> None:
-        """ImportReport that the job file does this in another way."""
+        """Report that the job file does this in another way."""
         self.report.changed(self.line, self.source, why, todo)
 
     def set(self, setting: str) -> None:

@@ -45,7 +45,7 @@ class ImportNote:
 
 
 class ImportReport:
-    """Collects findings; the same finding about the same line is kept once."""
+    """Collects findings; the same finding about the same line is kept once, a dropped line too."""
 
     def __init__(self) -> None:
         self.entries: dict[ImportNote, None] = {}
@@ -56,14 +56,16 @@ class ImportReport:
         text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
-        self.entries[ImportNote(line, text, kind, why, todo)] = None
+        same = ((note.line, note.text, note.kind) for note in self.entries)
+        if kind != "dropped" or (line, text, kind) not in same:  # one reason is enough
+            self.entries[ImportNote(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
         """Report something that is not carried over."""
         self.add("lost", line, text, why, todo)
 
     def changed(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """ImportReport something that is carried over in another way."""
+        """Report something that is carried over in another way."""
         self.add("changed", line, text, why, todo)
 
     def findings(self) -> tuple[ImportNote, ...]:

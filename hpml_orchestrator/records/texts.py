@@ -7,12 +7,15 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hpml_orchestrator.records.schema import CollectedEntry
 
 __all__ = [
+    "age_text",
     "beside",
     "clock_text",
     "elapsed_text",
@@ -45,6 +48,18 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(rest, _MINUTE)
     clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
     return f"{days} d {clock}" if days else clock
+
+
+def age_text(seconds: float) -> str:
+    """Return how long ago something was, in whole units of the largest that fits.
+
+    >>> age_text(90000), age_text(7200), age_text(0)
+    ('1 day', '2 hours', '0 seconds')
+    """
+    units = {"day": _DAY, "hour": _HOUR, "minute": _MINUTE}
+    fitting = [(name, unit) for name, unit in units.items() if seconds >= unit]
+    name, unit = fitting[0] if fitting else ("second", 1)
+    return counted(int(seconds // unit), name)
 
 
 def elapsed_text(started: float | None, ended: float | None) -> str:

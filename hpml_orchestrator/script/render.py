@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -209,7 +210,7 @@ def _stage(stage: Stage, why: str) -> dict[str, object]:
 def _container(
     job: Job, workdir: template.Raw, *, is_copy: bool
 ) -> tuple[list[template.Raw], list[template.Raw]]:
-    """Return the words of apptainer before the ranks' command, and pyxis' options of srun.
+    """Return words of apptainer or enroot before the ranks' command, and pyxis' options of srun.
 
     Args:
         job: the job, complete.
@@ -226,7 +227,10 @@ def _container(
     # colons and commas divide the parts of a mount's option
     for field, path in code + targets + shared:
         if ":" in path or "," in path:
-            message = "must have neither colon nor comma where the ranks run in a container"
+            message = "must have neither colon nor comma if the ranks run in a container"
+            raise InputError(message, field=field, value=path)
+        if container.engine == "enroot" and re.search(r"\s", path):
+            message = "must have no blank: enroot cannot mount such paths"
             raise InputError(message, field=field, value=path)
     names = [f"stage.{stage.name}" for stage in job.stage]
     names += [f"{name}.dir" for name in own_directories(job)]
@@ -248,6 +252,18 @@ def _container(
     mounts = [f"{path}:{path}" for path in mounts]
     for mount in map(template.in_quotes, container.mounts):
         mounts.append(mount if ":" in mount else f"{mount}:{mount}")
+    if container.engine == "enroot":
+        words = [
+            "enroot",
+            "start",
+            "--rw",
+            "--conf",
+            template.Raw('"$HPML_ATTEMPT_DIR/enroot.conf"'),
+        ]
+        for source, target, *flags in (mount.split(":") for mount in mounts):
+            options = ",".join(["x-create=auto", "rbind", *flags])
+            words += ["--mount", template.Raw(f'"{source}:{target}:none:{options}"')]
+        return [template.quote(word) for word in (*words, container.image, workdir)], []
     return [], [
         template.Raw(f"--container-image={template.quote(container.image)}"),
         template.Raw(f'--container-mounts="{",".join(mounts)}"'),

@@ -163,17 +163,11 @@ _NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in nam
 class Container(Model):
     """A container that the ranks run in."""
 
-    engine: Annotated[
-        Literal["apptainer", "pyxis"],
-        BeforeValidator(
-            lambda value: "pyxis" if value == "enroot" else value,
-            json_schema_input_type=Literal["apptainer", "pyxis", "enroot"],
-        ),
-    ]
-    """What starts the container; `enroot` is another name for `pyxis`, its plugin for srun."""
+    engine: Literal["apptainer", "pyxis", "enroot"]
+    """What starts the container; `pyxis` is enroot's plugin for srun, `enroot` needs no plugin."""
     image: text.PathText
-    """Image file, or a reference such as `docker://python:3.12` (apptainer) or
-    `nvcr.io#nvidia/pytorch:26.09-py3` (pyxis)."""
+    """Image file, a reference such as `docker://python:3.12` (apptainer) or
+    `nvcr.io#nvidia/pytorch:26.09-py3` (pyxis), or a container's name (enroot)."""
     mounts: Annotated[list[text.PathText], Field(max_length=MAX_LIST)] = Field(default=[])
     """Directories to mount, as `PATH` or `PATH:INSIDE[:ro]`."""
 
@@ -185,6 +179,17 @@ class Container(Model):
         if any(not mount.startswith("/") or "," in mount for mount in value):
             raise ValueError("must be absolute paths without commas, PATH or PATH:INSIDE[:ro]")
         return value
+
+    @model_validator(mode="after")
+    def _startable(self) -> Container:
+        if self.engine == "enroot" and re.search("[:#]", self.image):
+            raise ValueError(
+                "image: `enroot start` takes no reference: make a file with `enroot import`, or "
+                "use `engine: pyxis`"
+            )
+        if self.engine == "enroot" and re.search(r"\s", "".join([self.image, *self.mounts])):
+            raise ValueError("image and mounts: enroot cannot mount paths with blanks")
+        return self
 
 
 Variables = Annotated[dict[text.VariableName, text.Argument], Field(max_length=MAX_LIST)]
@@ -287,6 +292,12 @@ _OTHER_LAUNCHERS = {
     "horovod": "use `launcher: horovodrun` on one node, `launcher: mpirun` on several",
     "slurm": "use `launcher: srun`",
 }
+_NO_CONTAINERS = {
+    ("mpirun", "pyxis"): "is a part of srun",
+    ("horovodrun", "pyxis"): "is a part of srun",
+    ("mpirun", "enroot"): "hides Open MPI's sockets",
+}
+"""Launchers and engines that do not fit, and why."""
 _Index = Annotated[int, Field(ge=0)]
 
 
@@ -421,11 +432,11 @@ class Job(Model):
                 f"{nodes}: use `launcher: mpirun`, or `launcher: srun` with `mpi: pmix`; both need "
                 "a Horovod that was built with MPI"
             )
-        is_mpi_launcher = self.launcher in ("mpirun", "horovodrun")
-        if is_mpi_launcher and container is not None and container.engine == "pyxis":
+        engine = container.engine if container is not None else ""
+        if why := _NO_CONTAINERS.get((self.launcher, engine)):
             yield (
-                f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
-                "part of srun: use `launcher: srun`, or `engine: apptainer`"
+                f"launcher: {self.launcher} cannot start ranks in a container of {engine}, which "
+                f"{why}: use `launcher: srun`, or `engine: apptainer`"
             )
         if self.checkpoint.enabled:
             yield from self._checkpoint_contradictions()

@@ -47,9 +47,6 @@ __all__ = [
     "read_fields",
 ]
 
-SQUASHFS = (".sqsh", ".squashfs")
-"""Endings of image files of pyxis; its other images are references."""
-
 _INDEX_DIGITS = 6
 
 
@@ -398,16 +395,15 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     resolve(environment, "conda", may_be_name=True)
     resolve(environment, "python", may_be_name=True)
     container = environment.get("container") if isinstance(environment, dict) else None
-    if _has_image_file(container):
+    own = container if isinstance(container, dict) else {}
+    if is_image_file(own.get("engine"), str(own.get("image"))):
         resolve(container, "image")
 
 
-def _has_image_file(container: object) -> bool:
-    """Whether the image of a container is a file, and not a reference alone."""
-    if not isinstance(container, dict):
-        return False
-    is_squashfs = str(container.get("image")).endswith(SQUASHFS)
-    return is_squashfs or container.get("engine") == "apptainer"
+def is_image_file(engine: object, image: str) -> bool:
+    """Whether the image of a container is a file, and not a reference or name."""
+    is_squashfs = image.endswith((".sqsh", ".squashfs")) or (engine == "enroot" and "/" in image)
+    return "://" not in image and (is_squashfs or engine == "apptainer")
 
 
 def field_value(document: object, field: str) -> object:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
-from hpml_orchestrator.records.texts import seconds_text
+from hpml_orchestrator.records.texts import age_text
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.files import (
     CREATE_OR_OPEN,
@@ -301,7 +301,7 @@ class NodeStore:
         is_old = older_seconds is not None and idle_seconds >= older_seconds
         if everything or is_old or job_of(directory):
             return ""
-        return f"kept for later jobs, last used {seconds_text(idle_seconds)} ago"
+        return f"kept for later jobs, last used {age_text(idle_seconds)} ago"
 
     def jobs_using(self, key: str, *, besides: str = "") -> list[str]:
         """Return the keys of the living jobs whose areas link to an entry."""

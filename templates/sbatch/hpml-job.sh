@@ -198,6 +198,32 @@ hpml_container_python() {
   [[ -z ${hpml_shield[*]} ]] || hpml_shield[0]=$1
 }
 
+# hpml_enroot NAME …: write the file for `enroot start --conf`, whose functions enroot calls. Without them a
+# container has no variable of the job. The NAMEs are the job's also if the image sets them.
+hpml_enroot() {
+  {
+    printf 'hpml_own=" %s "\n' "$*"
+    cat <<'CONF'
+environ() {
+  local name
+  sed -n 's/^PATH=/HPML_IMAGE_PATH=/p' "$ENROOT_ENVIRON"
+  for name in $(compgen -e); do
+    if [[ $hpml_own != *" $name "* ]]; then
+      [[ ! $name =~ ^(PATH|LD_.*|HOME|SHELL|PWD|OLDPWD|SHLVL|_)$ ]] || continue
+      ! grep -q "^$name=" "$ENROOT_ENVIRON" || continue
+    fi
+    [[ ${!name} == *$'\n'* ]] || printf '%s="%s"\n' "$name" "${!name}"  # enroot reads lines
+  done
+}
+# In place of the image's entry point, by its login shell, whose profile may have replaced PATH.
+rc() {
+  PATH=${HPML_IMAGE_PATH:-$PATH}
+  cd -- "$1" && shift && exec "$@"
+}
+CONF
+  } >"$HPML_ATTEMPT_DIR/enroot.conf"
+}
+
 # End the job unless Open MPI's mpirun is on PATH; shield its daemons.
 hpml_need_mpirun() {
   local version

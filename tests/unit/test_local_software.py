@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,22 +53,32 @@ def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_pixi_project(tmp_path: Path) -> None:
-    """The line of the documentation, with a fake pixi: no package index here has the real one."""
+    """The lines of the documentation, with a fake pixi: no package index here has the real one.
+
+    It prints what rattler, the library that pixi is made of, prints for an environment.
+    """
     page = (Path(__file__).parents[2] / "docs" / "job-environment.md").read_text("utf-8")
-    (line,) = [text.strip() for text in page.splitlines() if "pixi shell-hook" in text]
-    pixi = tmp_path / "bin" / "pixi"
-    pixi.parent.mkdir()
-    prefix = f"{tmp_path}/.pixi/envs/default"
+    lines = re.findall(r"^    (hook=.*|eval .*)$", page, re.MULTILINE)
+    assert "pixi shell-hook" in lines[0]
+    prefix, pixi = tmp_path / ".pixi/envs/default", tmp_path / "pixi"
+    (prefix / "etc/conda/activate.d").mkdir(parents=True)
+    (prefix / "etc/conda/activate.d/a.sh").write_text("export FROM_PACKAGE=1\n")
+    (prefix / "bin").mkdir()
+    (prefix / "bin/python").symlink_to(sys.executable)
     pixi.write_text(
         f"#!/bin/sh\n[ \"$*\" = 'shell-hook --frozen' ] && [ \"$PWD\" = '{tmp_path}' ] || exit 1\n"
-        f"echo 'export PATH=\"{prefix}/bin:$PATH\"'\necho 'export CONDA_PREFIX={prefix}'\n"
+        f"cat <<'END'\nexport PATH=\"{prefix}/bin:${{PATH}}\"\nexport CONDA_SHLVL=1\n"
+        f"export CONDA_PREFIX={prefix}\n. {prefix}/etc/conda/activate.d/a.sh\nEND\n"
     )
     pixi.chmod(0o755)
-    (tmp_path / prefix / "bin").mkdir(parents=True)
-    (tmp_path / prefix / "bin" / "python").symlink_to(sys.executable)
     desk = Desk(tmp_path)
-    code = "import os, shutil; print(shutil.which('python'), os.environ['CONDA_PREFIX'])"
-    setup = line.removeprefix("setup: ").replace("pixi", str(pixi), 1)
+    code = (
+        "import os, shutil; e = os.environ;"
+        "print(shutil.which('python'), e['CONDA_PREFIX'], e['FROM_PACKAGE'])"
+    )
+    setup = "\n".join(lines).replace("pixi", str(pixi), 1)
     job = desk.job(name="pixi", command=["python", "-c", code], environment={"setup": setup})
     desk.hpml("run", "--local", job)
-    assert f"{prefix}/bin/python {prefix}\n" in desk.hpml("logs")
+    assert f"{prefix}/bin/python {prefix} 1\n" in desk.hpml("logs")
+    pixi.write_text("#!/bin/sh\nexit 3\n")
+    assert desk.json("run", "--local", job, code=6)["exit_code"] == 3

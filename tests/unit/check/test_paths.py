@@ -112,13 +112,26 @@ def test_a_container_has_its_own_files(tmp_path: Path) -> None:
 
 def test_an_image_file_of_pyxis_has_to_exist(tmp_path: Path) -> None:
     """Its other images are references; without srun nothing is known of the plugin."""
-    container = {"engine": "enroot", "image": f"{tmp_path}/torch.sqsh"}
+    container = {"engine": "pyxis", "image": f"{tmp_path}/torch.sqsh"}
     asked = {"container": container}
     assert codes(tmp_path, "/none", environment=asked) == {"image.missing": "error"}
     (tmp_path / "torch.sqsh").touch()
     assert codes(tmp_path, "/none", environment=asked) == {}
     container["image"] = "nvcr.io#nvidia/pytorch:26.09-py3"
     assert codes(tmp_path, "/none", environment=asked) == {}
+
+
+def test_enroot_has_to_be_installed(tmp_path: Path) -> None:
+    """On PATH, as apptainer; a file must exist, a container is named as on the nodes."""
+    container = {"engine": "enroot", "image": f"{tmp_path}/torch"}
+    asked = {"container": container}
+    missing = {"image.missing": "error", "engine.missing": "warning"}
+    assert codes(tmp_path, environment=asked) == missing
+    enroot = tmp_path / "bin" / "enroot"
+    enroot.parent.mkdir()
+    enroot.touch(0o755)
+    container["image"] = "torch"
+    assert codes(tmp_path, str(enroot.parent), environment=asked) == {}
 
 
 @pytest.mark.parametrize("has_plugin", [True, False])

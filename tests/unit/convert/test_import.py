@@ -124,6 +124,7 @@ def test_requeue_and_signal_become_checkpoint(script: str, expected: dict[str, A
     ("option", "part"),
     [
         ("--dependency=afterok:1", "hpml submit --after"),
+        ("--dependency=singleton", "hpml submit --after any:RUN"),
         ("--mem=0", "resources.memory"),
         ("--time=UNLIMITED", "resources.time"),
         ("--gpu-bind=closest", "binding"),
@@ -557,6 +558,17 @@ def test_lines_that_hpml_replaces_are_reported() -> None:
     assert [(one.line, one.kind) for one in made.findings if one.kind == "dropped"] == [
         (number, "dropped") for number in (3, 4, 5, 7)
     ]
+    for line in ("export MASTER_PORT=$((10000 + SLURM_JOB_ID % 99))", "MASTER_PORT=$(port)"):
+        (note,) = findings(imported("#SBATCH --time=1", line, "python t.py"), "dropped")
+        assert note.text == line
+
+
+def test_a_directory_for_each_task_is_compared_with_the_runs() -> None:
+    """The path stays as it is: the program may as well read from there."""
+    made = imported("#SBATCH --array=0-3 --time=1", "python t.py -o out/$SLURM_ARRAY_TASK_ID/")
+    assert made.job["args"] == ["-o", "out/{array.index}/"]
+    (note,) = [note for note in findings(made, "changed") if "{run.dir}" in note.todo]
+    assert note.line == 3
 
 
 def test_lines_after_the_launch_change_nothing_before_it() -> None:

@@ -12,6 +12,7 @@ CANARY = "canary-of-hpml"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "horovodrun")
 APPTAINER = {"engine": "apptainer", "image": "/i m.sif", "mounts": ["/data:/data:ro"]}
+ENROOT = {"engine": "enroot", "image": "/i.sqsh", "mounts": ["/data:/inside:ro"]}
 PYXIS = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.05-py3", "mounts": ["/d"]}
 
 

@@ -13,7 +13,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render
 from hpml_orchestrator.script.directives import effective_job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job
+from tests.unit.script.support import APPTAINER, ENROOT, HERE, LAUNCHERS, PYXIS, job
 
 
 def site(**fields: Any) -> ResolvedSite:
@@ -78,14 +78,14 @@ def test_the_directory(directory: str, word: str | None) -> None:
     assert begun < made < used
 
 
-@pytest.mark.parametrize("container", [APPTAINER, PYXIS])
+@pytest.mark.parametrize("container", [APPTAINER, ENROOT, PYXIS])
 @pytest.mark.parametrize(("directory", "count"), [("checkpoints", 0), ("/shared/a", 1)])
 def test_containers_mount_the_directory(
     container: dict[str, Any], directory: str, count: int
 ) -> None:
     """If it is not in the run's directory, which they mount anyway."""
     own = {"enabled": True, "directory": directory}
-    fields = {"environment": {"container": container}, "launcher": "srun"}
+    fields = {"environment": {"container": container}, "launcher": "srun", "workdir": "/w"}
     launch = render(job(checkpoint=own, **fields), HERE).partition("mkdir -p")[2].split("\n", 1)[1]
     assert bool(launch.count("$HPML_CHECKPOINT_DIR")) == bool(count)
     with pytest.raises(InputError, match=r"checkpoint\.directory: must have neither colon"):

@@ -19,7 +19,16 @@ from hpml_orchestrator.script import render, template
 from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job, launch, program
+from tests.unit.script.support import (
+    APPTAINER,
+    ENROOT,
+    HERE,
+    LAUNCHERS,
+    PYXIS,
+    job,
+    launch,
+    program,
+)
 
 DATA = Path(__file__).parent / "data"
 FUNCTIONS = Path(own_directory(), "hpml-job.sh")
@@ -162,6 +171,7 @@ def test_rendering_is_deterministic() -> None:
     [
         ({"workdir": "/a:b", "environment": {"container": APPTAINER}}, "workdir", "neither colon"),
         ({"workdir": "/a,b", "environment": {"container": PYXIS}}, "workdir", "nor comma"),
+        ({"workdir": "/a b", "environment": {"container": ENROOT}}, "workdir", "no blank"),
         ({"args": ["x" * 131_000] * (MAX_SCRIPT_BYTES // 131_000 + 1)}, "args", "Slurm takes at"),
     ],
 )

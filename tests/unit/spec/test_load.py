@@ -138,7 +138,6 @@ stage:
     assert job.environment.container.image == f"{tmp_path}/i.sif"
     enroot = load(f"{BASE}environment: {{container: {{engine: enroot, image: i.sqsh}}}}").job
     assert enroot.environment.container is not None
-    assert enroot.environment.container.engine == "pyxis"
     assert enroot.environment.container.image == f"{tmp_path}/i.sqsh"
     home = os.path.expanduser("~")
     assert [stage.source for stage in job.stage] == [f"{tmp_path}/data", "/data/y", f"{home}/data"]

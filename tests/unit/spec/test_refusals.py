@@ -105,7 +105,7 @@ def message_of(load: Load, text: str) -> str:
         ("environment: {variables: {IFS: 0}}", f"environment.variables.IFS: {OWN}"),
         (
             "environment: {container: {engine: docker, image: i}}",
-            "environment.container.engine: must be 'apptainer' or 'pyxis' (got 'docker')",
+            "environment.container.engine: must be 'apptainer', 'pyxis' or 'enroot' (got 'docker')",
         ),
         (
             "environment: {container: {engine: pyxis, image: -i}}",
@@ -199,6 +199,18 @@ def message_of(load: Load, text: str) -> str:
         (
             "launcher: mpirun\nenvironment: {container: {engine: pyxis, image: i}}",
             "launcher: mpirun cannot start ranks in a container of pyxis, which is a part of srun",
+        ),
+        (
+            "launcher: mpirun\nenvironment: {container: {engine: enroot, image: i}}",
+            "launcher: mpirun cannot start ranks in a container of enroot, which hides Open MPI's",
+        ),
+        (
+            "environment: {container: {engine: enroot, image: 'nvcr.io#a/b:1'}}",
+            "environment.container: image: `enroot start` takes no reference: make a file",
+        ),
+        (
+            "environment: {container: {engine: enroot, image: i, mounts: ['/a b']}}",
+            "environment.container: image and mounts: enroot cannot mount paths with blanks",
         ),
         ("launcher: mpirun\nmpi: pmix", "mpi: pmix needs `launcher: srun`; with mpirun, which"),
         (

@@ -107,7 +107,7 @@ def test_kept_data_goes_by_age_or_when_all_is_to_go(base: Path, source: Path) ->
     done = clean([str(base)])
     assert done.removed == []
     reason = dict(done.kept)[str(old.parent)]
-    assert reason.startswith("kept for later jobs, last used 1 d 0:00:0")
+    assert reason.startswith("kept for later jobs, last used 1 day ago")
     assert [one.path for one in clean([str(base)], older_seconds=3600).removed] == [str(old)]
     assert [one.path for one in clean([str(base)], everything=True).removed] == [str(new)]
     assert os.listdir(base) == []
