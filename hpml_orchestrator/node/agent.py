@@ -207,7 +207,7 @@ class Agent:
             placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
-            self._results.prepare()
+            self._results.make_directories()
             began = time.monotonic()
             make_job_directories(self.options, self._staging.stager)
             stages = self._staging.stage_all()
@@ -253,7 +253,7 @@ class Agent:
         """
         allowed = os.sched_getaffinity(0)
         try:
-            node_plan = planning.prepare(options, os.environ, node=self.node, allowed=allowed)
+            node_plan = planning.plan_node(options, os.environ, node=self.node, allowed=allowed)
         except (HpmlError, OSError, ValueError) as error:
             why = f"the ranks cannot be placed: {error}"
             if options.verify == "strict":

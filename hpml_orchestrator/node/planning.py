@@ -41,7 +41,7 @@ __all__ = [
     "NodeRoots",
     "bind_alone",
     "is_bound",
-    "prepare",
+    "plan_node",
     "publish",
     "unbound",
 ]
@@ -67,7 +67,7 @@ class NodePlan:
     cpu_model: str = ""  # as the kernel names it; empty if it does not, as on ARM
 
 
-def prepare(
+def plan_node(
     options: BindOptions,
     environment: Mapping[str, str],
     *,
@@ -217,7 +217,7 @@ def _bind_alone() -> str:
     local_rank = integer(os.environ, "LOCAL_RANK", 0)
     policy = os.environ.get("HPML_BINDING") or "gpu-local"
     options = BindOptions(integer(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
-    node_plan = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
+    node_plan = plan_node(options, os.environ, node=os.uname().nodename, allowed=cpus)
     if local_rank >= len(node_plan.plan.ranks):
         ranks = len(node_plan.plan.ranks)
         raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")

@@ -68,7 +68,7 @@ class NodeResults:
         run = self.attempt.parent.parent.name
         self._directories = [f"{target}/{run}/{self.node}{again}" for _, target in self.entries]
 
-    def prepare(self) -> None:
+    def make_directories(self) -> None:
         """Make the directories for the results, before hours are spent on them.
 
         Raises:

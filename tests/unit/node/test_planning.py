@@ -19,7 +19,7 @@ from hpml_orchestrator.node.planning import (
     NodePlan,
     NodeRoots,
     is_bound,
-    prepare,
+    plan_node,
     publish,
     unbound,
 )
@@ -78,7 +78,7 @@ class Machine:
             self.listed += 1
             return listing
 
-        return prepare(
+        return plan_node(
             options,
             environment,
             node="n1",
@@ -224,7 +224,7 @@ def test_a_node_that_cannot_be_read(tmp_path: Path) -> None:
     """No CPUs in /sys: an error, of which a plan is made that binds nothing."""
     none = NodeRoots(str(tmp_path / "none"), str(tmp_path / "none"))
     with pytest.raises(InputError, match="no CPUs found"):
-        prepare(BindOptions(2), {}, node="n1", allowed={0}, roots=none)
+        plan_node(BindOptions(2), {}, node="n1", allowed={0}, roots=none)
     made = unbound(BindOptions(2), {}, node="n1", allowed=range(8), why="no CPUs found")
     text = planfile.write(made.plan)
     assert planfile.find(text, 1)["bind"] == "no"

@@ -549,7 +549,7 @@ def test_ranks_are_told_what_the_job_needs(
     )
     rank = replace(made.plan.ranks[0], gpu=gpu)
     made = replace(made, plan=replace(made.plan, ranks=(rank,)))
-    monkeypatch.setattr(planning, "prepare", lambda *_, **__: made)
+    monkeypatch.setattr(planning, "plan_node", lambda *_, **__: made)
     pipe = node.attempt / "stacks" / "nccl_rank_0.pipe"
 
     def during() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node.options import BindOptions
-from hpml_orchestrator.node.planning import NodePlan, prepare
+from hpml_orchestrator.node.planning import NodePlan, plan_node
 from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedRank
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
@@ -125,7 +125,7 @@ class Watching:
     """A watch of this machine whose clock the test turns."""
 
     def __init__(self, attempt: Path, ranks: int, verify: str = "warn", **env: str) -> None:
-        self.node_plan: NodePlan = prepare(
+        self.node_plan: NodePlan = plan_node(
             BindOptions(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
         )
         self.said = ""
