@@ -24,7 +24,7 @@ LINES = [
     ("render j --jsn", 2, "No such option: --jsn (", "hpml render --help"),
     ("list --records x", 2, "No such option: --records", "before the command: hpml --records … li"),
     ("submit --set", 2, "Option '--set' requires an argument", "see the command's --help"),
-    ("list -n 0", 2, "Invalid value for '--number' / '-n': ", "hpml list --help"),
+    ("list -n 0", 2, "Invalid value for '--number' / '-n' / '--limit': ", "hpml list --help"),
     ("logs -n many", 2, "'many' is not a valid int", "hpml logs --help"),
     ("render a b", 2, "Got unexpected extra argument(s) (b)", "hpml render --help"),
     (
