@@ -150,13 +150,15 @@ def _without_torch(
 ) -> Iterator[CheckFinding]:
     """Yield a warning if torchrun's Python is a virtual or conda environment without PyTorch."""
     named = software.venv or (software.conda if "/" in (software.conda or "") else None)
-    if launcher != "torchrun" or software.container or (software.modules and not named):
+    elsewhere = software.container or ((software.modules or software.conda) and not named)
+    added = software.setup or "PYTHONPATH" in {**environment, **software.variables}
+    if launcher != "torchrun" or elsewhere or added or "/" in software.python:
         return
-    if software.setup or {"PYTHONPATH"} & {*environment, *software.variables}:
-        return
-    found = shutil.which(software.python, path=environment.get("PATH"))
-    prefix = Path(named) if named else Path(found).parents[1] if found else None
-    if prefix is None or (software.conda and not named) or "/" in software.python:
+    if named:
+        prefix = Path(named)
+    elif found := shutil.which(software.python, path=environment.get("PATH")):
+        prefix = Path(found).parents[1]
+    else:
         return
     settings = prefix / "pyvenv.cfg"
     is_conda = (prefix / "conda-meta").is_dir()

@@ -370,10 +370,8 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rows, shown = (
-        Table(store, planned).rows(),
-        _load("sweeps.reporting").read_report(store, planned),
-    )
+    rows = Table(store, planned).rows()
+    shown = _load("sweeps.reporting").read_report(store, planned)
     path = plan.directory_of(store, planned.id) / _REPORT
     write_text(path, shown.html())
     if as_json:

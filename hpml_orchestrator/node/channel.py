@@ -140,9 +140,10 @@ def event_of(message: Message, *, node: str, now: float) -> Event:
     if name == "rendezvous":  # a rank identifies itself once, not with every step
         for key in ("local_rank", "world_size", "pid"):
             data.setdefault(key, _clean(message.get(key)))
-    sent: object = message.get("time")
-    is_near = is_number(sent) and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
-    return Event(sent if is_near and is_number(sent) else now, str(name), node, rank, data)
+    moment = message.get("time")
+    if not is_number(moment) or abs(moment - now) > CLOCK_TOLERANCE_SECONDS:
+        moment = now
+    return Event(float(moment), str(name), node, rank, data)
 
 
 def _clean(value: Any, depth: int = 0) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,10 +99,9 @@ class Submission:
 
         Of one task of an array its continuation, if it has one.
         """
-        names = [] if self.index is None else [f"job.{self.index}.json"]
-        records: Iterator[ScheduledJob | None]
-        records = (self._optional(name, _JOB) for name in [*names, "job.json"])
-        return next(filter(None, records), None)
+        own = None if self.index is None else self._optional(f"job.{self.index}.json", _JOB)
+        job: ScheduledJob | None = own or self._optional("job.json", _JOB)
+        return job
 
     def continued(self) -> dict[int, str]:
         """The newest job of each task of the array that was continued separately, by index."""

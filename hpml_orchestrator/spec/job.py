@@ -314,7 +314,7 @@ class Job(Model):
     module: text.PlainWord | None = None
     """Python module to run, as in `python -m`."""
     command: Annotated[list[text.Argument] | None, Field(min_length=1, max_length=MAX_LIST)] = None
-    """object program with its arguments."""
+    """Any program with its arguments."""
     args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
     `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,

@@ -101,7 +101,7 @@ def is_directory(path: str) -> bool:
 def request_error(name: str, source: str, error: BaseException) -> BaseException:
     """Return the error of a request that an error of the system, or of a record, becomes.
 
-    object other error stays what it is.
+    Any other error stays what it is.
     """
     if isinstance(error, (StagingError, InputError)):
         return error

@@ -288,18 +288,16 @@ def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[
         end = attempt.ended if attempt else None
         if attempt and end and end.get("state") == JobState.COMPLETED and not end.get("goes_on"):
             begun = attempt.started
-            yield (
-                index,
-                replace(
-                    State.of(task, record),
-                    job_id=f"{batch.job_id}_{index}",
-                    state="COMPLETED",
-                    over=True,
-                    nodes=attempt.nodes,
-                    started=begun.time if begun else None,
-                    ended=end["time"],
-                ),
+            done = replace(
+                State.of(task, record),
+                job_id=f"{batch.job_id}_{index}",
+                state="COMPLETED",
+                over=True,
+                nodes=attempt.nodes,
+                started=begun.time if begun else None,
+                ended=end["time"],
             )
+            yield index, done
 
 
 def query(
