@@ -20,8 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-__all__ = ["draw"]
-
 MARKS = "osD^v*"
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
 
-__all__ = ["PAGES", "page"]
-
 PAGES = {
     "job-file-reference.md": (
         job_schema,

@@ -8,7 +8,8 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hpml_orchestrator.api.runs import Job, Report, Run, list_runs, run, submit, sweep_report
+    from hpml_orchestrator.api.runs import Job, Run, list_runs, run, submit, sweep_report
+    from hpml_orchestrator.diagnosis.report import Report
     from hpml_orchestrator.errors import (
         HpmlError,
         InputError,

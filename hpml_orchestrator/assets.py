@@ -6,8 +6,6 @@ from pathlib import Path
 
 from hpml_orchestrator.errors import NotFoundError
 
-__all__ = ["path"]
-
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -23,23 +23,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "BindingError",
-    "CapacityError",
-    "HpmlError",
-    "InputError",
-    "JobFailedError",
-    "NotFoundError",
-    "RecordError",
-    "SchedulerError",
-    "SchedulerUnavailable",
-    "StagingError",
-    "WaitTimeoutError",
-    "counted",
-    "did_you_mean",
-    "nearest",
-]
-
 # a path of a shared file system is shown whole; a file that was pasted as a value is not
 _VALUE_SHOWN_CHARS = 300
 _CLOSE_ENOUGH = 0.6

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.testing import FakeClock
+from hpml_orchestrator.testing.clock import FakeClock
 from tests.patience import eventually
-
-__all__ = ["WEEK_SECONDS", "counters", "pause_after", "record_training"]
 
 WEEK_SECONDS = 7 * 86400
 COARSEST_SECONDS = 120.0

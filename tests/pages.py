@@ -16,19 +16,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = [
-    "ROOT",
-    "RUN_PAGES",
-    "Block",
-    "Reader",
-    "blocks",
-    "commands",
-    "fits",
-    "pages_with",
-    "prose",
-    "read",
-]
-
 ROOT = Path(__file__).parents[1]
 RUN_PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ANYTHING = "…"

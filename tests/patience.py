@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["PATIENCE_SECONDS", "eventually"]
-
 # No test waits so long for what does happen; one that waits in vain fails before pytest's timeout.
 PATIENCE_SECONDS = 120
 

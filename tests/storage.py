@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["FOLDER", "in_memory", "stored_folder"]
-
 FOLDER = "/var/tmp"
 
 

@@ -11,8 +11,6 @@ import pytest
 
 from tests.sweeprecords import recomputed
 
-__all__ = ["BASE", "SWEEPS", "check_report"]
-
 _ARGS = (
     "--data={stage.digits} --epochs=3 --batch-size=32 --warm-up-steps=1 --lr=0.05 --seed=1 "
     "--target-accuracy=0.1 --output={run.dir}"

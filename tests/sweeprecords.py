@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["attempts_of", "recomputed"]
-
 
 def attempts_of(records: Path, sweep: str) -> list[tuple[dict[str, Any], Path]]:
     """Every task that a sweep has submitted: its point, and the directory of its run."""

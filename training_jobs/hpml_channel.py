@@ -213,7 +213,6 @@ class Channel:
 
 
 def _cpu_seconds(pid: int | str) -> float:
-    """Return the CPU time of a process and of its loaders, which its first threads started."""
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
     seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -225,7 +224,6 @@ def _cpu_seconds(pid: int | str) -> float:
 
 
 def _encode(message: dict[str, object]) -> bytes:
-    """Return a message as JSON: of a tensor its number, null for one that is not finite."""
     text = json.dumps(message, default=lambda value: getattr(value, "item", value.__str__)())
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None))
@@ -241,7 +239,6 @@ def _amount(value: Any) -> float | None:
 
 
 def _write_stacks_on_signal() -> dict[str, int]:
-    """Have a signal write the stacks of all threads to a file in memory; return what hpml needs."""
     try:
         number, fd = signal.SIGRTMAX - 3, os.memfd_create("hpml-stacks")
         faulthandler.register(number, file=fd, all_threads=True)

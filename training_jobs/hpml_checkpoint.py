@@ -211,7 +211,6 @@ class Checkpoints:
         return sorted(((int(m[1]), self._home / m[0]) for m in found if m), reverse=True)
 
     def _damage(self, path: Path) -> str:
-        """Return what is wrong with the part of a checkpoint that this rank looks at."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             form, old, files = manifest["format"], manifest["job"] or {}, manifest["files"]

@@ -169,7 +169,6 @@ class Waits:
         self._due = self._steps + max(1, round(gap))
 
     def _finish(self, duration: float) -> None:
-        """Note what was measured in a step, and by its cost when to measure again."""
         for name, seconds in self._seconds.items():
             self._last[name].append(seconds)
         if self._durations:
@@ -189,7 +188,6 @@ class Waits:
         self._latency = self._spent = 0.0
 
     def _synchronize(self) -> None:
-        """Wait for the device: the program runs ahead of a GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -219,7 +217,6 @@ def measure_waits(
 
 
 def _average(group: dist.ProcessGroup, bucket: GradBucket) -> Averaged:
-    """Average the gradients as DistributedDataParallel does it without a hook, to the bit."""
     gradients = bucket.buffer().mul_(1 / group.size())
     work = dist.all_reduce(gradients, group=group, async_op=True)
     averaged: Averaged = work.get_future().then(lambda future: future.value()[0])

@@ -137,7 +137,6 @@ def _scan(points: Floats, noise: float, random: np.random.Generator) -> Floats:
 
 
 def _turn(trees: Floats, random: np.random.Generator) -> Floats:
-    """Return trees that are turned about the vertical axis: the scanner may be on any side."""
     x, y, z = trees.transpose(2, 0, 1)
     angle = random.uniform(0, 2 * np.pi, (len(trees), 1))
     turned = x * np.cos(angle) - y * np.sin(angle), x * np.sin(angle) + y * np.cos(angle)

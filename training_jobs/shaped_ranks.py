@@ -53,7 +53,6 @@ def main() -> int:
 
 
 def _enter_namespace(parser: argparse.ArgumentParser) -> None:
-    """Run this program again in a separate network namespace, unless it is in one."""
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if not shutil.which(tool)]
     if missing:
         parser.error(f"{', '.join(missing)}: not installed (Debian: iproute2, util-linux)")

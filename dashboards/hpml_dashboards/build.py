@@ -17,8 +17,6 @@ from hpml_dashboards.user import user
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
 
-__all__ = ["build", "write"]
-
 
 def build() -> dict[str, str]:
     """Return the JSON text of each dashboard, by uid."""

@@ -19,8 +19,6 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
 
-__all__ = ["RULES", "UNUSED", "DashboardFinding", "Query", "check", "queries"]
-
 RULES = assets.path("deploy/prometheus/rules")
 """Recording rules that the dashboards use."""
 
@@ -184,7 +182,6 @@ def _query_findings(
 
 
 def _rules(rules: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Return the metrics that each recording rule uses, by its name, and those of all alerts."""
     files = sorted(rules.glob("*.yml"))
     if not files:
         raise InputError("has no rule files", field="rules", value=str(rules))
@@ -199,11 +196,6 @@ def _rules(rules: Path) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def _metrics(expression: str) -> set[str]:
-    """Return the metrics that an expression names.
-
-    Raises:
-        ValueError: it is no PromQL.
-    """
     names: set[str] = set()
 
     def visit(node: object) -> bool:

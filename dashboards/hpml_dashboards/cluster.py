@@ -6,14 +6,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, or_zero, select
 
-__all__ = ["cluster"]
-
 _ALL = '{cluster="$cluster"}'
 _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_respond.*"
 
 
 def _slurm(metric: str, **labels: str) -> str:
-    """Return a metric of the Slurm exporter, whose targets may have no label for the cluster."""
     return select(f"hpml_slurm_{metric}", cluster="~$cluster|", **labels)
 
 

@@ -6,13 +6,10 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing
 
-__all__ = ["health"]
-
 _NODES = 'hpml_node_info{cluster="$cluster"}'
 
 
 def _of(series: str) -> str:
-    """Return series of this cluster's exporters, with their node."""
     return f"({series}) * on (instance, job) group_left (node) {_NODES}"
 
 

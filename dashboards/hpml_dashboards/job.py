@@ -16,8 +16,6 @@ from hpml_dashboards.panels import (
     variable,
 )
 
-__all__ = ["job"]
-
 _JOB = '{cluster="$cluster", jobid="$jobid"}'
 _GPU = "{{node}} GPU {{index}}"
 
@@ -36,7 +34,6 @@ def _of_gpus(metric: str, by: str) -> str:
 
 
 def _of_nodes(rule: str) -> str:
-    """Return a recorded figure of the job's nodes."""
     nodes = f"max by (cluster, node) (hpml:job_exporter{_JOB})"
     return f'{rule}{{cluster="$cluster"}} and on (cluster, node) {nodes}'
 
@@ -46,7 +43,6 @@ def _each(rule: str) -> str:
 
 
 def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
-    """Return a metric of the ranks that take least and most time."""
     return {
         name: f"{of}({_this(f'hpml_train_rank_{metric}_seconds', which=name)})"
         for name, of in ((least, "min"), (most, "max"))
@@ -54,7 +50,6 @@ def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
 
 
 def _ever(series: str, by: str) -> str:
-    """Return what was known longest in the time range, so that ended jobs are described too."""
     return f"topk by (jobid) (1, sum by (jobid, {by}) (count_over_time({series}{_JOB}[$__range])))"
 
 
@@ -82,7 +77,6 @@ _HOLDBACK = f"hpml:job_holdback:ratio{_JOB}"
 
 
 def _whose(finding: str, info: str, waits: str) -> str:
-    """Return the rank that a finding is about, with its node, if the job had that finding."""
     rank = (
         f"{_once(info)} * on (cluster, jobid, instance, job) group_left () {waits}"
         f" and on () count_over_time({_this('hpml:job_holdback:ratio', finding=finding)}[$__range])"

@@ -16,14 +16,11 @@ from hpml_dashboards.panels import (
     variable,
 )
 
-__all__ = ["node"]
-
 _NODE = '{cluster="$cluster", node="$node"}'
 _GPU = "GPU {{index}}"
 
 
 def _own(metric: str, **labels: str) -> str:
-    """Return a metric of the node's own exporter."""
     return select(metric, instance="$instance", **labels)
 
 

@@ -18,19 +18,6 @@ from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-__all__ = [
-    "Panel",
-    "bars",
-    "build_dashboard",
-    "each",
-    "figure",
-    "lines",
-    "listing",
-    "or_zero",
-    "select",
-    "variable",
-]
-
 Panel = Builder[models.Panel]
 _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 

@@ -27,8 +27,6 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.spec.address import read_secret, split_login, web_address
 
-__all__ = ["Push", "PushOutcome", "alert_groups", "push", "read_token"]
-
 Json = dict[str, Any]
 _T = TypeVar("_T")
 
@@ -316,7 +314,6 @@ class _Grafana:
         theirs: str,
         save: Callable[[], object],
     ) -> PushOutcome:
-        """Save what differs from what is there, unless that is a person's."""
         if current is not None and _of_interest(current, wanted) == wanted:
             return PushOutcome("unchanged", kind, name)
         diff = _diff(current, wanted, name)
@@ -344,7 +341,6 @@ class _Grafana:
         )
 
     def _find(self, call: Callable[..., object], *arguments: str) -> Json | None:
-        """What is there, or None."""
         try:
             found = call(*arguments)
         except GrafanaException as error:
@@ -354,7 +350,6 @@ class _Grafana:
         return found if isinstance(found, dict) else None
 
     def _ask(self, call: Callable[..., _T], *arguments: str) -> _T:
-        """Call what all the rest depends on."""
         try:
             return call(*arguments)
         except GrafanaException as error:
@@ -376,7 +371,6 @@ def _attempt(kind: str, name: str, work: Callable[[], PushOutcome]) -> PushOutco
 
 
 def _reason(error: BaseException) -> str:
-    """Return in one line what went wrong, without the insides of a library or a page of HTML."""
     if isinstance(error, GrafanaException):
         if error.status_code == _PRECONDITION_FAILED:
             return "it was changed in Grafana at this moment; push again"
@@ -396,7 +390,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _of_interest(current: object, wanted: object) -> object:
-    """What is there, without the fields that Grafana added."""
     if isinstance(current, dict) and isinstance(wanted, dict):
         shared = current.keys() & wanted.keys()
         return {key: _of_interest(current[key], wanted[key]) for key in shared}

@@ -28,8 +28,6 @@ from hpml_dashboards import JSON
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.address import LOCAL_NAMES, opener_for, split_login
 
-__all__ = ["DEFAULT_URL", "PrometheusServer", "PrometheusServerError", "ViewerServer"]
-
 DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"
 
@@ -127,7 +125,6 @@ class PrometheusServer:
     def _checked(
         self, status: int, answer: http.client.HTTPResponse | urllib.error.HTTPError
     ) -> tuple[int, bytes]:
-        """Read an answer that is Prometheus' JSON."""
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             what = "refuses these credentials" if self._authorization else "asks for a password"
             message = f"Prometheus at {self.url} {what}: use --prometheus-auth FILE"
@@ -147,11 +144,6 @@ class PrometheusServer:
 
 
 def _check_points(parameters: Mapping[str, list[str]]) -> None:
-    """Refuse a range query with more points than Prometheus returns.
-
-    Raises:
-        PrometheusError: its start, end or step is not a number, or it asks for too many points.
-    """
     try:
         start, end, step = (float(parameters[name][0]) for name in ("start", "end", "step"))
         points = (end - start) / step + 1

@@ -16,8 +16,6 @@ from hpml_dashboards.panels import (
     variable,
 )
 
-__all__ = ["sweep"]
-
 _RUNS = '{cluster="$cluster", sweep="$sweep", sweep!=""}'  # Job's link may have none
 
 _SPEED = f"max by (jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}[$__range]))"
@@ -31,7 +29,6 @@ _EFFICIENCY = f"{_SPEEDUP} / ({_RANKS} / {_FEWEST})"
 
 
 def _of_runs(series: str) -> str:
-    """Return a figure of each running job of the sweep, with its point."""
     return f"{series} * on (cluster, jobid) group_left (point) hpml:run_info{_RUNS}"
 
 

@@ -6,8 +6,6 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing
 
-__all__ = ["usage"]
-
 _CHOSEN = '{cluster="$cluster"}'
 _HOUR = 3600  # of seconds; a watt-hour has as many joules
 

@@ -16,8 +16,6 @@ from hpml_dashboards.panels import (
     variable,
 )
 
-__all__ = ["user"]
-
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
 _SEEN = f"last_over_time({_MINE}[$__range])"
 _OTHERS = '{cluster=~"$cluster|"}'
@@ -29,7 +27,6 @@ _NAMED = "{{jobid}} {{name}}"
 
 
 def _mine(series: str) -> str:
-    """Return series of each of the user's jobs, with its name."""
     return f"({series}) * on (cluster, jobid) group_left (name) {_MINE}"
 
 

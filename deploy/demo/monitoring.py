@@ -23,8 +23,6 @@ from typing import Any
 
 from deploy.demo.stack import GPUS, HPML, ROOT, Stack, missing
 
-__all__ = ["submit_jobs"]
-
 _NODES = 2
 _FATAL = ("prometheus", "gcc")
 

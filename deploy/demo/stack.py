@@ -25,8 +25,6 @@ from typing import Any, Self
 
 from deploy.gpusim.gpusim import Process, Simulator, State, h100
 
-__all__ = ["GPUS", "Node", "Stack", "missing", "prometheus_program"]
-
 ROOT = Path(__file__).parents[2]
 GPUS = 4  # of each node
 _CPUS = 8

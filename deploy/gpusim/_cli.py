@@ -29,8 +29,6 @@ from deploy.gpusim.gpusim import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
 _MODELS = {"a100": a100, "h100": h100}
 _GIB = 1 << 30
 _MAX_GPUS = 31  # PCI addresses are made 8 apart

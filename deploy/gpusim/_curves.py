@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Curve", "Number", "Ramp", "Square", "integral", "parse", "value"]
-
 
 @dataclass(frozen=True)
 class Square:

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 from deploy.gpusim._curves import Number, integral, parse
 
-__all__ = ["XID", "Device", "Event", "Fault", "Process", "State", "a100", "divided", "h100"]
-
 XID = 8  # nvmlEventTypeXidCriticalError
 _GIB = 1 << 30
 

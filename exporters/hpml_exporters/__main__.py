@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Load = Callable[[str], tuple[NodeOptions, list[CollectorSource] | None]]
 
-__all__ = ["main", "program"]
-
 _WRONG_OPTIONS = 2
 _STANDARD_ERROR = 2
 

@@ -24,9 +24,7 @@ from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_orchestrator.errors import InputError, RecordError
 
 if TYPE_CHECKING:
-    from hpml_exporters.web import Counters
-
-__all__ = ["EXIT_STUCK", "ExporterPages", "NodeCollector", "block_signals", "run", "sources_of"]
+    from hpml_exporters.web.server import Counters
 
 EXIT_STUCK = 75
 """A driver call does not return: start me again."""
@@ -153,7 +151,6 @@ def _node(options: NodeOptions) -> list[Metric]:
 
 
 def _made(module: str, context: Context) -> Collector:
-    """Import a collector's module, in its own thread, and make it."""
     made: Collector = import_module(f"hpml_exporters.{module}").make(context)
     return made
 
@@ -168,7 +165,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
     Raises:
         HpmlError: the server cannot be started, or its address not be written.
     """
-    from hpml_exporters.web import Server  # noqa: PLC0415 - the largest import, after the rest
+    from hpml_exporters.web.server import Server  # noqa: PLC0415 - the largest import, after the rest
 
     ending = block_signals()  # before there are threads to inherit it
 

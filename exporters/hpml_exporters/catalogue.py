@@ -13,8 +13,6 @@ from hpml_exporters.node import disks, health, infiniband, lustre, nfs, shm
 from hpml_exporters.slurm import metrics as slurm
 from hpml_exporters.training import metrics as training
 
-__all__ = ["ALL", "SUBJECTS", "page"]
-
 SUBJECTS = {
     "GPUs": gpu.SPECS,
     "Jobs": jobs.SPECS,

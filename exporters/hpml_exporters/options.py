@@ -13,17 +13,6 @@ from pathlib import Path
 from hpml_exporters.jobs.board import LOCAL_CLUSTER, JobFacts, JobsBoard, facts_of
 from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = [
-    "COLLECTORS",
-    "SECONDS_MAX",
-    "SECONDS_MIN",
-    "Context",
-    "NodeOptions",
-    "Roots",
-    "check",
-    "cluster_name",
-]
-
 COLLECTORS = {
     "gpu": "gpu.collector",
     "jobs": "jobs.collector",

@@ -21,8 +21,6 @@ from hpml_exporters.options import NodeOptions
 from hpml_exporters.training.metrics import OF_COUNTERS, OF_PARTS
 from hpml_orchestrator.records.files import write_json
 
-__all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "JobSummary"]
-
 _T = TypeVar("_T")
 
 _JOB = "cpu_seconds io_read_bytes io_write_bytes io_syscall_read_bytes io_syscall_write_bytes"
@@ -199,7 +197,6 @@ class JobSummary:
                 del kept[key]
 
     def _of_job(self, family: Metric | None, label: str = "") -> dict[str, float]:
-        """Return the values of this job's series, by all their labels or by one."""
         found: dict[str, float] = {}
         for sample in family.samples if family else ():
             if sample.labels.get("jobid") == self._jobid and math.isfinite(sample.value):
@@ -208,15 +205,6 @@ class JobSummary:
         return found
 
     def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> float:
-        """Add what a counter grew by, and return that.
-
-        Args:
-            key: of the counter.
-            value: its reading.
-            first: whether its first reading counts; else it is the starting point.
-            anew: whether it begins with the exporter; one that does not may be lower after an
-                exporter's end, by what only that one knew of processes that are gone.
-        """
         known = self._counts.get(key)
         if known is None:
             self._counts[key] = [value if first else 0.0, value]
@@ -275,7 +263,6 @@ class JobSummary:
         return {"uuid": uuid, "name": self._gpus[uuid], **figures, **parts}
 
     def _resume(self, path: str) -> None:
-        """Go on with what an earlier exporter of the same job and node wrote."""
         try:
             if not path or os.stat(path).st_size > _MAX_BYTES:
                 return
@@ -305,7 +292,6 @@ def _numbers(values: list[float], length: int) -> list[float]:
 
 
 def _below(begin: str, kept: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what is kept under keys that begin so, by the rest of the key."""
     return {key[len(begin) :]: value for key, value in kept.items() if key.startswith(begin)}
 
 
@@ -318,6 +304,5 @@ def _values(family: Metric | None) -> Iterable[tuple[tuple[str, ...], float]]:
 
 
 def _by_uuid(family: Metric | None, label: str) -> Iterable[tuple[str, str]]:
-    """Yield the GPU's uuid and another label of each series."""
     for sample in family.samples if family else ():
         yield sample.labels["uuid"], sample.labels[label]

@@ -16,7 +16,8 @@ from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.check.submission import submit_checked
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
-from hpml_orchestrator.records.store import Store, Submission, open_store
+from hpml_orchestrator.records.store import Store, open_store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.dashboard import state_json
@@ -25,7 +26,8 @@ from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select
-from hpml_orchestrator.runs.status import State, state_of
+from hpml_orchestrator.runs.state import State
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.ages import parse_since
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, read_fields
@@ -34,13 +36,10 @@ from hpml_orchestrator.sweeps.plan import check_extra, resolve
 if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.reporting import SweepReport
 
-__all__ = ["Job", "Report", "Run", "list_runs", "run", "submit", "sweep_report"]
-
 _log = logging.getLogger("hpml_orchestrator")
 
 
 def _expect(valid: bool, field: str, value: object, right: str) -> None:
-    """Refuse an argument that is not valid; the error names it, its value and what is right."""
     if not valid:
         raise InputError(f"must be {right}", field=field, value=value)
 
@@ -149,7 +148,6 @@ class Run:
         return f"Run({self.id!r})"
 
     def _repr_html_(self) -> str:
-        """Return the lines of `hpml show` as a table; a notebook displays it."""
         return summary_html(state_of(self._store, self._submission))
 
     def _state_of_one(self, has: str) -> State:

@@ -14,8 +14,6 @@ from hpml_orchestrator.records.files import read_json
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["clean_up", "collect"]
-
 _CUT_OFF = {"reason": "the job ended before all was measured", "failed": True}
 
 

@@ -29,8 +29,6 @@ from hpml_orchestrator.diagnosis.models import bus_bandwidth
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measure_allreduce", "measure_cpu", "measure_gpu"]
-
 _GPU_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _ALLREDUCE_SECONDS = 12.0

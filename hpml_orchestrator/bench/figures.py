@@ -13,21 +13,6 @@ from collections.abc import Callable, Sequence
 
 from hpml_orchestrator.topology.cpulist import parse_list
 
-__all__ = [
-    "ANSWER",
-    "LEAST_REPEATS",
-    "MIB",
-    "REPEATS",
-    "Tracks",
-    "Unmeasured",
-    "answer",
-    "cpu_flags",
-    "cpu_model",
-    "domains",
-    "figure",
-    "repeated",
-]
-
 MIB = 1 << 20
 REPEATS = 15
 LEAST_REPEATS = 3
@@ -83,12 +68,10 @@ def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> No
 
 
 def _best_tenth(rates: Sequence[float]) -> float:
-    """Return the lowest of the best tenth of the rates."""
     return sorted(rates)[-1 - (len(rates) - 1) // 10]
 
 
 def _parts(rates: Sequence[float]) -> list[Sequence[float]]:
-    """Divide rates into successive parts of equal length."""
     number = min(_PARTS, len(rates))
     ends = [len(rates) * (index + 1) // number for index in range(number)]
     return [rates[begin:end] for begin, end in zip([0, *ends], ends)]  # noqa: B905 - Python 3.9
@@ -141,7 +124,6 @@ def domains() -> dict[int, list[int]]:
 
 
 def _one_per_core(cpus: set[int]) -> list[int]:
-    """Return the first CPU of each core."""
     cores: dict[str, int] = {}
     for cpu in sorted(cpus):
         path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

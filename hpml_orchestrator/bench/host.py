@@ -23,8 +23,6 @@ from hpml_orchestrator.bench.figures import (
     repeated,
 )
 
-__all__ = ["measure_files", "measure_memory"]
-
 _MEMORY_BYTES = 512 * MIB  # of a domain: far more than any cache
 _MEMORY_SECONDS, _DOMAIN_SECONDS = 6.0, 2.0  # for all domains, and at least for each
 _OPEN_SECONDS = 2.0
@@ -145,6 +143,7 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
 
 
 def write_all(descriptor: int, block: bytes) -> None:
+    """Write a block completely; `os.write` may stop early."""
     view = memoryview(block)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
     from hpml_orchestrator.spec.job import Job
 
-__all__ = [
-    "SECONDS",
-    "BenchSize",
-    "Nodes",
-    "arguments",
-    "job_fields",
-    "own_python",
-    "parse_nodes",
-    "place_program",
-    "size_of",
-]
-
 SECONDS = 110.0
 """After which the measuring program ends; with its start that is two minutes."""
 
@@ -190,11 +178,7 @@ def _memory(gpus: int, least: int) -> int:
 
 
 def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition | None:
-    """Return the partition that the job names; else the default one, or one with all the nodes.
-
-    Raises:
-        InputError: a node does not exist, or no partition has all of them.
-    """
+    """Return the partition that the job names; else the default one, or one with all the nodes."""
     known = {node.name for node in cluster.nodes}
     for name in nodes.names:
         if name not in known:

@@ -14,17 +14,6 @@ from dataclasses import dataclass, field
 from hpml_orchestrator.bench.results import Measurement, Rate
 from hpml_orchestrator.diagnosis.devices import specification
 
-__all__ = [
-    "BELOW",
-    "BUSY",
-    "UNCERTAIN",
-    "BenchVerdict",
-    "Compared",
-    "Reference",
-    "compare",
-    "judge",
-]
-
 BELOW = 0.05
 """An outlier is further below than this; AMD's node check and ml-engineering use 5 % as well."""
 
@@ -136,7 +125,6 @@ def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> l
 
 
 def _below(figure: Rate, references: Sequence[Reference]) -> str:
-    """Return the first kind of reference that a figure is certainly below."""
     for reference in references:
         distance = 1 - figure.value / reference.value
         least = BELOW
@@ -155,13 +143,11 @@ def _has_no_cpus(made: Measurement, part: str) -> bool:
 
 
 def _of_cpus(made: Measurement, name: str) -> bool:
-    """Return whether other processes that compute make a figure lower."""
     on_cpus = name.endswith(".allreduce") and not made.gpus
     return on_cpus or name.startswith(("cpu.", "host.", "shm."))
 
 
 def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> Iterator[Reference]:
-    """Yield the median of the same figure of other nodes, and of this node's other devices."""
     part, _, rest = name.partition(".")
     values = []
     if _number(part) is not None:  # the other GPUs of this node
@@ -186,7 +172,6 @@ def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> It
 
 
 def _same(made: Measurement, other: Measurement, rest: str, but: str = "") -> list[float]:
-    """Return a figure of all GPUs of a node that are of the same kind as the first node's."""
     kinds = {gpu.name for gpu in made.gpus}
     found = []
     for index, gpu in enumerate(other.gpus):
@@ -197,7 +182,6 @@ def _same(made: Measurement, other: Measurement, rest: str, but: str = "") -> li
 
 
 def _history(made: Measurement, name: str, earlier: Sequence[Measurement]) -> Iterator[Reference]:
-    """Yield the median of the same figure of this node in earlier runs."""
     index = _number(name.partition(".")[0])
     values = []
     for other in earlier:
@@ -213,7 +197,6 @@ def _history(made: Measurement, name: str, earlier: Sequence[Measurement]) -> It
 
 
 def _specification(made: Measurement, name: str) -> Iterator[Reference]:
-    """Yield what the vendor specifies."""
     part, _, rest = name.partition(".")
     index = _number(part)
     peaks = specification(made.gpus[index].name) if index is not None else None
@@ -226,7 +209,6 @@ def _specification(made: Measurement, name: str) -> Iterator[Reference]:
 
 
 def _same_conditions(made: Measurement, other: Measurement, name: str) -> bool:
-    """Return whether figures of two measurements may be compared: same size, same software."""
     if made.cpus != other.cpus:
         return False
     uses_torch = "matmul" in name or "allreduce" in name
@@ -240,7 +222,6 @@ def _number(part: str) -> int | None:
 
 
 def _reference(kind: str, values: Sequence[float]) -> Reference:
-    """Return the median of values, with half the range of all but the lowest and the highest."""
     ordered, median = sorted(values), statistics.median(values)
     middle = ordered[1:-1] if len(ordered) > _FEW else ordered
     return Reference(kind, median, len(values), (middle[-1] - middle[0]) / 2 / median)

@@ -25,8 +25,6 @@ from hpml_orchestrator.bench.compute import measure_allreduce, measure_cpu, meas
 from hpml_orchestrator.bench.figures import ANSWER, Unmeasured, answer, cpu_model
 from hpml_orchestrator.bench.host import measure_files, measure_memory
 
-__all__ = ["main"]
-
 _PARTS = {  # time limits in seconds
     "probe": 30,
     "nodes": 40,

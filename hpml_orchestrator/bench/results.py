@@ -27,20 +27,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
     from hpml_orchestrator.spec.site import ResolvedSite, Site
 
-__all__ = [
-    "BenchGpu",
-    "Measurement",
-    "Missing",
-    "Rate",
-    "directories_of",
-    "keep",
-    "node_type",
-    "parse",
-    "peaks_for",
-    "peaks_of_run",
-    "read_all",
-]
-
 _KEPT_PER_NODE = 50
 _SHARED = "shared.read"
 _NAME = re.compile(r"(?!\.)[\w.+-]{1,128}", re.ASCII)
@@ -140,7 +126,6 @@ def _check(name: str, figure: Rate, gpus: int) -> None:
 
 
 def _plain(value: object) -> str:
-    """Return a name that can be the name of a file."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(f"{value!r} is not a name")
     return value

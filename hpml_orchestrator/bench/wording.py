@@ -16,8 +16,6 @@ from hpml_orchestrator.records.texts import rate_text
 if TYPE_CHECKING:
     from hpml_orchestrator.bench.judge import BenchVerdict, Compared
 
-__all__ = ["HEADER", "findings", "fits", "rows", "to_json"]
-
 HEADER = (
     "figure",
     "median",
@@ -49,12 +47,10 @@ _REFERENCES = ("siblings", "history", "specification")
 
 
 def _label(name: str) -> str:
-    """Return what a figure is called, the same for all devices of a kind."""
     return _ordered_label(name)[1]
 
 
 def _ordered_label(name: str) -> tuple[int, str]:
-    """Return the place of a figure in the table, and its label."""
     for place, (pattern, words) in enumerate(_LABELS):
         if match := re.fullmatch(pattern, name):
             return place, match.expand(words)
@@ -62,7 +58,6 @@ def _ordered_label(name: str) -> tuple[int, str]:
 
 
 def _place(compared: Compared) -> str:
-    """Return node and device of a figure."""
     part, *_, last = compared.name.split(".")
     device = part if part[-1:].isdecimal() else last if last[-1:].isdecimal() else ""
     is_device = re.fullmatch(r"(gpu|domain)\d+", device)
@@ -96,7 +91,6 @@ def rows(verdict: BenchVerdict) -> list[tuple[str, ...]]:
 
 
 def _against(compared: Compared, kind: str) -> str:
-    """Return the distance of a figure from a reference, in percent of the reference."""
     reference = compared.reference(kind)
     if reference is None:
         return ""

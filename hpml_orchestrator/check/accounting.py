@@ -12,8 +12,6 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
 from hpml_orchestrator.spec.values import format_time, size_text
 
-__all__ = ["AccountSelection", "accounting_limits", "select_account"]
-
 _FIELDS = {
     "cpu": ("cpus_per_rank", "CPUs"),
     "mem": ("memory", "of memory"),
@@ -126,7 +124,6 @@ def _amount(resource: str, number: int) -> str:
 def _limit_owners(
     placement: Placement, selection: AccountSelection
 ) -> Iterator[tuple[str, Qos | Association]]:
-    """Yield whose limits count, the first one first."""
     own = _qos_named(placement.cluster, placement.partition.qos)
     owners: list[tuple[str, Qos | Association]] = []
     if own is not None:

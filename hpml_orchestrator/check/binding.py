@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import NodeType, ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = [
-    "NodeShape",
-    "check_binding",
-    "kinds_for",
-    "shape_of_kind",
-    "shape_of_node",
-    "topologies_of",
-]
-
 _RANKS = "resources.ranks_per_node"
 
 
@@ -112,7 +103,6 @@ def check_binding(
 
 
 def _gpus(job: Job) -> Iterator[CheckFinding]:
-    """More ranks than GPUs for them."""
     resources = job.resources
     gpus, ranks = resources.gpu_count, resources.ranks
     most = gpus * resources.ranks_per_gpu
@@ -125,7 +115,6 @@ def _gpus(job: Job) -> Iterator[CheckFinding]:
 
 
 def _cores(job: Job, shape: NodeShape, *, whole: bool) -> Iterator[CheckFinding]:
-    """Fewer cores than the ranks and their loader workers need."""
     resources, workers = job.resources, job.binding.loader_workers
     ranks, per_core = resources.ranks, shape.cpus_per_core
     all_cores = whole and bool(shape.cores)

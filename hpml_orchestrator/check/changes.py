@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["data_argument", "diagnose_run", "with_limits"]
-
 _DATA = re.compile(r"data\w*|train\w*|imagenet\w*|root|inputs?|images?")
 _NOT_DATA = re.compile(
     r"(out|output|log|save|saved|result|run|ckpt|checkpoint|model|weight|cache|tmp|temp|config|conf"
@@ -134,7 +132,6 @@ def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
 
 
 def _most(values: Iterable[int | None]) -> list[int]:
-    """Return the largest of some values in a list; none if one of them is not known."""
     known = list(values)
     return [max(filter(None, known))] if known and all(known) else []
 
@@ -244,7 +241,6 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def _checked(job: JobFields, found: DataArgument) -> DataArgument | None:
-    """Return an argument with the size of its data; None if they cannot be staged."""
     try:
         staged = Job.model_validate({**job, "stage": [{**found.entry, "target": "shm"}]})
     except ValueError:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["CheckFinding", "Level", "error", "errors_first", "warning"]
-
 Level = Literal["error", "warning"]
 
 

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["CheckReport", "check_job", "check_local", "invalid_job", "refusal"]
-
 CLUSTER_SECONDS = 8.0
 """How long to wait for the controller."""
 _LOCAL_HINT = "submit it to a Slurm cluster"
@@ -112,6 +110,7 @@ class DeadlineRunner:
         self._deadline = deadline
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+        """Run a command with no more time than is left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SchedulerUnavailable(f"no time was left for {argv[0]}")
@@ -209,7 +208,6 @@ def check_job(
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[CheckFinding], Sizes]:
-    """Return findings about data that cannot be staged, `here` or on nodes, and its size."""
     if not job.stage:
         return [], Sizes()
     from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
@@ -267,7 +265,6 @@ def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> 
 
 
 def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
-    """Return the cluster, or why it could not be read."""
     try:
         return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
     except SchedulerUnavailable as fault:
@@ -277,7 +274,6 @@ def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster 
 
 
 def _hidden(cluster: Cluster) -> str:
-    """Return what the cluster does not show, and what is unknown therefore; empty for nothing."""
     if not cluster.hidden:
         return ""
     unknown = "CPUs, memory, GPUs and features"
@@ -287,7 +283,6 @@ def _hidden(cluster: Cluster) -> str:
 
 
 def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
-    """Compare a job, as Slurm will see it, with the cluster."""
     disk_mib = sizes.disk_mib
     if site is not None and site.path("scratch", job.resources.partition) is not None:
         disk_mib = 0  # Slurm's TmpDisk is the size of another directory
@@ -301,7 +296,6 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[CheckFinding]:
-    """Return a warning if the profile was written for another cluster."""
     here = cluster.limits.cluster
     if site.cluster is None or not here or site.cluster == here:
         return []

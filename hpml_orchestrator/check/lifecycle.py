@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["check_directory", "check_lifecycle", "cluster_notes"]
-
 _SHORT = 30  # seconds in which few trainings have saved
 _LITTLE_MIB = 1024
 _LISTED = 1000
@@ -125,7 +123,6 @@ def check_directory(
 
 
 def _node_local(path: Path, job: Job, site: Site | None) -> str:
-    """Return the node-local directory that a path is in; empty if none is known."""
     partition = job.resources.partition
     staged = [site.path("scratch", partition), site.path("ram", partition)] if site else []
     for top in staged:
@@ -135,7 +132,6 @@ def _node_local(path: Path, job: Job, site: Site | None) -> str:
 
 
 def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
-    """Yield a finding if the file system of a path is full, or nearly."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
@@ -158,7 +154,6 @@ def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
 
 
 def _newest(path: Path) -> list[str]:
-    """Return the names in a directory, the newest first; those of a large one in any order."""
     try:
         with os.scandir(path) as entries:
             found = [

@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = [
-    "Advice",
-    "advise",
-    "check_memory",
-    "extension_notes",
-    "gpu_memory",
-    "needs_of",
-    "save_advice",
-]
-
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
 _LATER = 1.03
@@ -256,7 +246,6 @@ def advise(
 
 
 def _key(job: Job) -> str:
-    """Return what names a program with its arguments."""
     dumped = job.model_dump(mode="json", include={*_PROGRAM[1:], "environment"})
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Guard", "Probe", "main"]
-
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {  # audit events whose first arguments name paths that change
     "os.mkdir": 1,
@@ -88,7 +86,6 @@ class Guard:
         )
 
     def _copy(self, link: str, *, keep: bool) -> None:
-        """Replace a link in the scratch directory by a copy of its target."""
         folder = os.path.realpath(os.path.dirname(link))
         if not (folder + os.sep).startswith(self.scratch + os.sep) or os.path.isdir(link):
             return
@@ -185,7 +182,6 @@ class Probe:
         self._know_modules()
 
     def _know_modules(self) -> list[torch.nn.Module]:
-        """Remember the storages of all models' parameters and buffers; return the models."""
         kind = self.torch.nn.Module
         models = [one for one in gc.get_objects() if issubclass(type(one), kind)]
         for model in models:

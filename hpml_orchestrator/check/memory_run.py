@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.data import Stage
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["STEPS", "Measured", "Program", "measure", "program_of"]
-
 Figures: TypeAlias = Mapping[str, Any]
 """What a probe measured at one size of the batch, see `memory_probe.py`."""
 
@@ -380,11 +378,7 @@ class _Run:
 
 
 def _staged(stage: Stage, scratch: Path) -> str:
-    """Return where the program finds an entry of `stage`: the source itself.
-
-    Raises:
-        InputError: it does not exist, or would be unpacked first.
-    """
+    """Return where the program finds an entry of `stage`: the source itself."""
     place = f"stage.{stage.name}.source"
     if os.path.isdir(stage.source):
         return str(stage.source)
@@ -425,7 +419,6 @@ def mirror(source: Path, target: Path) -> None:
 
 
 def _entries(directory: str, most: int) -> int:
-    """Return how many entries a directory has, at most `most`; so many too if it is unreadable."""
     try:
         with os.scandir(directory) as found:
             return sum(1 for _ in itertools.islice(found, max(0, most)))
@@ -444,7 +437,6 @@ def _private_bytes(pid: int) -> float:
 
 
 def _kill_session(leader: int) -> None:
-    """End what the program left behind."""
     for stat in live_processes():
         if stat.session == leader:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.spec.job import Job, Monitor
 
-__all__ = ["check_monitor"]
-
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["check_room", "fit", "plain_features", "unknown_to_cluster"]
-
 _FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
 
 
@@ -125,7 +123,6 @@ def _needs(placement: Placement) -> Iterator[_Need]:
 
 
 def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> CheckFinding:
-    """Return the finding for one need that too few nodes meet, whatever else is requested."""
     request, partition = placement.request, placement.partition
     having = sum(map(need.met, nodes))
     amounts = sorted(map(need.has, nodes), reverse=True)

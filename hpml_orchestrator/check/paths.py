@@ -21,16 +21,6 @@ from hpml_orchestrator.spec.load import is_image_file
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
 
-__all__ = [
-    "check_collect",
-    "check_program",
-    "check_records",
-    "check_software",
-    "is_one_machine",
-    "local_reason",
-    "unwritable",
-]
-
 _OF_THIS_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
 _HELP_SECONDS = 10
 _SLURM_CONF = "/etc/slurm/slurm.conf"
@@ -60,7 +50,6 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding
 
 
 def _words(job: Job) -> Iterator[CheckFinding]:
-    """Yield a warning for each word that holds an option and, after a blank, its value."""
     for place, words in (("args", job.args), ("command", job.command or ())):
         for index, word in enumerate(words):
             match = _OPTION_AND_VALUE.fullmatch(word)
@@ -148,7 +137,6 @@ def _engine(software: Environment, environment: Mapping[str, str]) -> Iterator[C
 def _without_torch(
     launcher: str, software: Environment, environment: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """Yield a warning if torchrun's Python is a virtual or conda environment without PyTorch."""
     named = software.venv or (software.conda if "/" in (software.conda or "") else None)
     elsewhere = software.container or ((software.modules or software.conda) and not named)
     added = software.setup or "PYTHONPATH" in {**environment, **software.variables}
@@ -207,7 +195,6 @@ def _software(
 def _fault(
     level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
 ) -> CheckFinding:
-    """Return a finding about a path; distinguishes 'permission denied' from 'not found'."""
     try:
         os.stat(at or path)
     except PermissionError as fault:
@@ -311,7 +298,6 @@ def check_software(
 
 
 def _conda_environments(text: str) -> list[str] | None:
-    """Return the names in the answer of `conda env list --json`; None for no such answer."""
     try:
         return list(dict.fromkeys(["base", *map(os.path.basename, json.loads(text)["envs"])]))
     except (ValueError, LookupError, TypeError):

@@ -16,8 +16,6 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["JobRequest", "Placement", "Sizes", "cpus_field", "job_request"]
-
 
 @dataclass
 class Sizes:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["Verdict", "check"]
-
 _STAGED_TO = "/tmp"  # noqa: S108 - the default directory of `target: local`
 _BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
 _IMPLIED = {
@@ -116,7 +114,6 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
 
 
 def _not_checked(request: JobRequest) -> Iterator[str]:
-    """Yield the options that only Slurm checks, such as licences and reservations."""
     for option in request.job.resources.extra:
         if option.removeprefix("--").partition("=")[0] not in _CHECKED:
             yield option
@@ -140,7 +137,6 @@ def _array(job: Job, cluster: Cluster) -> Iterator[CheckFinding]:
 def _partitions(
     request: JobRequest, cluster: Cluster
 ) -> tuple[list[Partition], list[CheckFinding]]:
-    """Return the partitions that a job is considered in, and what is wrong with the choice."""
     names = [partition.name for partition in cluster.partitions]
     plugins = cluster.limits.submit_plugins
     if not names:
@@ -323,7 +319,6 @@ def _nodes_down(
 def _staged_memory(
     request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
 ) -> Iterator[CheckFinding]:
-    """Yield a warning where what is staged to RAM is more than the job gets by default."""
     if request.memory_mib is not None:
         return
     placements = [Placement(request, verdict.partition, cluster) for verdict in usable]

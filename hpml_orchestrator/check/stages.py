@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.data import Stage
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["check_stages", "check_targets"]
-
 _MAX_ENTRIES = 200_000
 _NAMED = 5
 _MEBIBYTE = 1024**2
@@ -96,7 +94,6 @@ def check_targets(job: Job) -> Iterator[CheckFinding]:
 
 
 def _options(job: Job, stage: Stage, place: str) -> Iterator[CheckFinding]:
-    """Yield which options of an entry do not go together."""
     if stage.keep and stage.target == "shm":
         message = f"{stage.name} stays in the memory of the nodes after the job, until room is "
         message += "needed; many sites empty /dev/shm between jobs or charge the next job for it"
@@ -153,7 +150,6 @@ def _look(walk: _Walk) -> None:
 
 
 def _look_at(path: str, walk: _Walk) -> None:
-    """Note size and readability of a file, and what else staging of a tree refuses."""
     info = os.lstat(path)
     if stat.S_ISREG(info.st_mode):
         walk.size_bytes += info.st_size

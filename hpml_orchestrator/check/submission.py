@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpml_orchestrator.check.job import CheckReport
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.prepare import Rendered
     from hpml_orchestrator.scheduler.model import Scheduler
-
-__all__ = ["check_rendered", "prepare_checked", "scheduler_messages", "submit_checked"]
 
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
@@ -114,11 +113,6 @@ def _refuse_unaccepted(
     notice: Callable[[str], None],
     unchecked: str,
 ) -> None:
-    """Check a job that is about to be submitted.
-
-    Raises:
-        InputError: the cluster would not run it; names everything that is wrong with it.
-    """
     report = check_rendered(
         rendered,
         backend,

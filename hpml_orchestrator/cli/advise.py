@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.check.memory_run import Measured, Program
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["advise"]
-
 _MOST_SECONDS = 3600
 
 
@@ -141,7 +139,6 @@ def advise(
 
 
 def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, Measured]:
-    """Run a job's program at two batch sizes if it has a usual argument for the batch."""
     arguments = batch_argument(ProgramArguments(program.args))
     environment = dict(os.environ)
     notice(f"running {program.name} for a few steps in a scratch directory")
@@ -312,7 +309,6 @@ def _without_activations(job: Job, advice: Advice) -> str:
 
 
 def _headroom(advice: Advice) -> str:
-    """Return how much larger the batch may be, or how many trainings a GPU has room for."""
     batch, most = advice.batch, advice.largest_batch
     text = ""
     if most and batch and most > batch:

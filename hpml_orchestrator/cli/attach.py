@@ -21,8 +21,6 @@ from hpml_orchestrator.runs.attach import attachment
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.status import states
 
-__all__ = ["attach"]
-
 
 def attach(
     context: typer.Context,

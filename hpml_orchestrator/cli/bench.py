@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["bench"]
-
 _SOURCE = "bench.yaml"  # in place of a job file
 
 
@@ -97,11 +95,6 @@ def bench(
 
 
 def _shared(shared: str, store: Store) -> Path:
-    """Return the directory on the shared file system to measure.
-
-    Raises:
-        InputError: it is not a directory, or cannot be written.
-    """
     if not shared:
         return store.root
     place = Path(os.path.abspath(os.path.expanduser(shared)))
@@ -120,7 +113,6 @@ def _render(
     backend: str,
     shared: str,
 ) -> Rendered:
-    """Return the job, as large as the nodes that it measures."""
     values = [parse_setting(setting) for setting in settings]
     directory = store.root / "bench"
     directory.mkdir(parents=True, exist_ok=True)
@@ -152,12 +144,7 @@ def _report(
     *,
     as_json: bool,
 ) -> None:
-    """Judge, keep and print what the nodes measured.
-
-    Raises:
-        JobFailedError: a node was not measured.
-        Exit: with status 9, if one is an outlier.
-    """
+    """Judge, keep and print what the nodes measured."""
     measured, damaged = collect(run, rid, site.site if site else None)
     directories = results.directories_of(store.root, site.sources if site else [])
     kinds = {made.type for made in measured}
@@ -196,7 +183,6 @@ def _report(
 
 
 def _is_blind(made: results.Measurement) -> bool:
-    """Return whether a node has GPUs that could not be measured."""
     measured = any(name.startswith("gpu") for name in made.figures)
     return "GPUs" in made.missing or (bool(made.gpus) and not measured)
 

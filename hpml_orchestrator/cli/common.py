@@ -17,28 +17,6 @@ from hpml_orchestrator.records.store import Store, open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "STANDARD_OUTPUT",
-    "AfterOption",
-    "BackendOption",
-    "JobFile",
-    "JsonOption",
-    "LocalOption",
-    "PrometheusAuthOption",
-    "PrometheusOption",
-    "RunWord",
-    "RunWords",
-    "SetOption",
-    "appended_arguments",
-    "chosen_site",
-    "completion",
-    "print_json",
-    "print_table",
-    "refuse_empty",
-    "refuse_with",
-    "store_of",
-]
-
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-__all__ = ["Meter", "count_option", "outside_links_option", "parse_size", "stoppable"]
-
 _WORKERS_MAX = 1024
 
 _LINE_EVERY_SECONDS = 10.0

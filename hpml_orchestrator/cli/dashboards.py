@@ -28,8 +28,6 @@ from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.site.profile import prometheus_of_site
 from hpml_orchestrator.spec.address import LOCAL_NAMES, read_credentials, web_address
 
-__all__ = ["group"]
-
 group = typer.Typer(no_args_is_help=True)
 
 

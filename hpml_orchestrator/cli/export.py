@@ -26,8 +26,6 @@ from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailab
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.targets import is_loopback
 
-__all__ = ["group", "targets"]
-
 group = typer.Typer(no_args_is_help=True)
 _PORT_MAX = 65535
 _SLURM_PAGE = "docs/slurm-exporter.md"
@@ -219,14 +217,6 @@ def targets(
 
 @contextlib.contextmanager
 def _option_names(**others: str) -> Iterator[None]:
-    """Name the option in errors about a field.
-
-    Args:
-        others: options whose names are not those of their fields.
-
-    Raises:
-        InputError: the block raised one; its field is an option.
-    """
     try:
         yield
     except InputError as error:
@@ -238,12 +228,6 @@ def _option_names(**others: str) -> Iterator[None]:
 
 
 def _absolute(option: str, path: str | None) -> str:
-    """Return a path for the exporter's process; empty if none is given.
-
-    Raises:
-        InputError: it is empty.
-        NotFoundError: it is relative, and the current directory is gone.
-    """
     refuse_empty({option: path})
     if path and not os.path.isabs(path):
         refuse_gone_directory()
@@ -261,11 +245,6 @@ def _roots(words: list[str]) -> Roots:
 
 
 def _check_server(options: NodeOptions, content: str, page: str) -> None:
-    """Try the server's options, and warn of what anybody in the network can read.
-
-    Raises:
-        InputError: an option, or a field of the web-config file, is wrong.
-    """
     directory = os.path.dirname(options.address_file)
     if directory and not os.access(directory, os.W_OK):
         path = options.address_file

@@ -19,8 +19,6 @@ from hpml_orchestrator.records.files import names_in
 from hpml_orchestrator.records.mounts import read_mounts
 from hpml_orchestrator.records.texts import first_few
 
-__all__ = ["Expected", "NodeFinding", "examine_node"]
-
 _STUCK_SECONDS = 1.0  # between the two looks at processes
 _COMMAND_SECONDS = 20.0
 _MOUNT_SECONDS = 5.0
@@ -195,7 +193,6 @@ def _file_systems(health: Health) -> NodeFinding:
 
 
 def _served(proc: str) -> NodeFinding:
-    """Ask each mounted server once, in a process that may hang."""
     points = [
         mount.point
         for mount in read_mounts(f"{proc}/self/mountinfo")

@@ -21,16 +21,14 @@ from hpml_orchestrator.runs.follow import (
 from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.select import one_run
-from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.runs.status import State
+from hpml_orchestrator.runs.state import State, run_of
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
 
 # Slurm's reasons for a job that waits until somebody releases it, as `launch_failed_requeued_held`.
 _HELD = re.compile(r"requeued[ _]held|JobHeld(?:User|Admin)", re.IGNORECASE)
-
-__all__ = ["follow", "logs", "wait"]
 
 
 def logs(
@@ -160,7 +158,6 @@ class _Notices:
 
 
 def _life(state: State) -> Life | None:
-    """Return a running job over all of its attempts; None if it is not restarted."""
     with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
             continues = recorded_job(state.submission).checkpoint.enabled
@@ -169,7 +166,6 @@ def _life(state: State) -> Life | None:
 
 
 def _held(state: State) -> str:
-    """Return what to do about a job that its scheduler holds."""
     return (
         f"the job is held and does not start by itself: `scontrol release {state.job_id}` releases "
         f"it unless an administrator holds it, `hpml cancel {state.submission.label}` cancels it"

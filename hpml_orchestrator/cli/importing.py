@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json
-from hpml_orchestrator.convert import ImportContext, import_script, read_script
+from hpml_orchestrator.convert.files import read_script
+from hpml_orchestrator.convert.importer import ImportContext, import_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.script.user_template import check_setup
 from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert import ImportNote
-
-__all__ = ["import_"]
+    from hpml_orchestrator.convert.report import ImportNote
 
 
 def import_(

@@ -49,10 +49,9 @@ from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import CheckReport
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.prepare import Rendered
-
-__all__ = ["NoCheckOption", "backend_name", "check", "render", "run", "submit"]
 
 NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking the job.")]
 
@@ -114,7 +113,6 @@ def render(
 
 
 def _as_in_job_file(value: object) -> str:
-    """Return a value on one line as a job file may have it: null and true, not as in Python."""
     if isinstance(value, str) and "\n" not in value:
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -282,7 +280,6 @@ def _print(report: CheckReport, backend: str, job: str) -> None:
 
 
 def _start(report: CheckReport) -> str:
-    """Return how many nodes are idle, if known, and whether nothing else delays the job."""
     verdict = report.verdict
     if not verdict.partitions or verdict.idle_nodes is None:
         return ""
@@ -299,7 +296,6 @@ def _rendered(
     backend: str,
     after: list[str] | None = None,
 ) -> Rendered:
-    """Load a job file with the site profile in effect, and render its script."""
     values = [parse_setting(setting) for setting in settings]
     values += [("after", after)] if after else []
     chosen = chosen_site(context)

@@ -26,8 +26,6 @@ from hpml_orchestrator.cli.process import (
 from hpml_orchestrator.cli.reference import EXAMPLES, examples
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 
-__all__ = ["COMMANDS", "app", "main"]
-
 
 class CommandEntry(NamedTuple):
     """A command in the table: the module that has it, the name there, one line of help, a panel."""
@@ -275,7 +273,6 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller closed, as with `>&-`, on /dev/null."""
     for name, mode in (("stdout", "w"), ("stderr", "w"), ("stdin", "r")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -285,7 +282,6 @@ def _open_streams() -> None:
 
 
 def _call() -> None:
-    """Run the command of the command line, or report what is wrong with that line."""
     try:
         status = app(prog_name="hpml", standalone_mode=False)
     except typer.Abort:

@@ -16,8 +16,6 @@ from hpml_orchestrator.errors import InputError, NotFoundError, did_you_mean
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-__all__ = ["man"]
-
 
 def man(
     context: typer.Context,
@@ -54,11 +52,6 @@ def man(
 
 
 def _find(context: Any, names: list[str]) -> tuple[Any, Any]:
-    """Return a command and its context.
-
-    Raises:
-        InputError: the command is unknown; names the nearest.
-    """
     command: Any = context.command
     for name in names:
         group: TyperGroup | None = command if hasattr(command, "commands") else None

@@ -20,8 +20,6 @@ from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.runs.prepare import output_directory
 from hpml_orchestrator.spec.edit import flow_text
 
-__all__ = ["EXAMPLES", "Example", "new"]
-
 _HELPERS = ("hpml_channel.py", "hpml_checkpoint.py", "hpml_waits.py")
 _MINE = "mine"
 
@@ -162,12 +160,7 @@ def _chosen(name: str | None) -> Example:
 
 
 def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
-    """Write files that are not there yet; return their names.
-
-    Raises:
-        InputError: another file has one of the names, or the directory cannot be written; then
-            nothing was written.
-    """
+    """Write files that are not there yet; return their names."""
     missing = []
     with output_directory(target, value=named, field="DIR"):
         for name, content in files.items():
@@ -208,12 +201,6 @@ resources:
 
 
 def _job_of(script: str, target: Path) -> bytes:
-    """Return a job file that starts a script as it is.
-
-    Raises:
-        NotFoundError: the file does not exist.
-        InputError: it cannot be read, or is neither Python nor executable.
-    """
     path = Path(os.path.abspath(os.path.expanduser(script)))
     if not path.is_file():
         raise NotFoundError(f"--script: no such file: {script}", hint="name your training script")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.cli.fitness import NodeFinding
 
-__all__ = ["check_node"]
-
 _REASON_CHARS = 200
 _SECONDS = 30.0
 
@@ -43,7 +41,6 @@ def check_node(gpus: int | None, *, drain: bool, as_json: bool) -> None:
 
 
 def _drain(errors: Sequence[NodeFinding]) -> None:
-    """Drain this node with the errors as its reason; one that is drained keeps its reason."""
     node = gethostname().partition(".")[0]
     reason = "; ".join(f"{error.check}: {error.found}" for error in errors)[:_REASON_CHARS]
     shown = _scontrol("show", "node", node, "--oneliner")
@@ -55,11 +52,6 @@ def _drain(errors: Sequence[NodeFinding]) -> None:
 
 
 def _scontrol(*words: str) -> str:
-    """Return what scontrol prints.
-
-    Raises:
-        HpmlError: it fails.
-    """
     done = ask(SubprocessRunner(), ["scontrol", *words], timeout=_SECONDS)
     if done.returncode != 0:
         raise HpmlError(f"cannot drain this node: {clean(done.stderr) or clean(done.stdout)}")

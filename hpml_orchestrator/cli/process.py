@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Self
 
-__all__ = [
-    "APPENDED",
-    "EXIT_INTERNAL",
-    "EXIT_INTERRUPTED",
-    "EXIT_NOT_WRITTEN",
-    "EXIT_OUTLIER",
-    "EXIT_STUCK",
-    "EXIT_TERMINATED",
-    "Stop",
-    "become_exporter",
-    "notice",
-    "refuse_gone_directory",
-    "report_unwritable_output",
-]
-
 APPENDED = "hpml.appended"
 """Key in a context's `meta` of the words after `--`, for commands that take a job file."""
 

@@ -13,8 +13,6 @@ from hpml_orchestrator.spec.address import read_credentials
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["chosen_prometheus"]
-
 
 def chosen_prometheus(context: typer.Context, url: str, credentials: str) -> Prometheus | None:
     """Return the Prometheus of the command line, else that of the site; None if there is none.

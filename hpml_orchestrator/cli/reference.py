@@ -12,8 +12,6 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.errors import HpmlError
 
-__all__ = ["EXAMPLES", "VARIABLES", "examples", "exit_statuses"]
-
 _EXAMPLES = """\
 hpml
     Train on this machine and print a summary: hpml run --local job.yaml

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Diagnosis
 
-__all__ = ["Wanted", "report"]
-
 _PAGE_BYTES = 100
 _COMPARED = 2
 
@@ -121,7 +119,6 @@ def report(
 def _compare(
     first: Diagnosis, second: Diagnosis, *, as_json: bool, as_markdown: bool, html: str | None
 ) -> None:
-    """Print or write two runs side by side."""
     from hpml_orchestrator.diagnosis import comparison  # noqa: PLC0415 - seldom needed
 
     if as_markdown:
@@ -150,7 +147,6 @@ def _written(diagnosis: Diagnosis) -> Mapping[str, object]:
 
 
 def _write(path: str, page: str) -> None:
-    """Write a page, completely or not at all."""
     try:
         if os.path.isfile(path):
             with open(path, "rb") as before:

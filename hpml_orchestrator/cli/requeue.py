@@ -10,8 +10,6 @@ from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.runs.requeue import requeue as requeue_run
 
-__all__ = ["requeue"]
-
 
 def requeue(
     context: typer.Context,

@@ -28,8 +28,6 @@ from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import load_job, parse_setting
 
-__all__ = ["resubmit"]
-
 
 def resubmit(
     context: typer.Context,

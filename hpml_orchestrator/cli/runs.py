@@ -51,12 +51,11 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.spec.ages import parse_age, parse_since
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.prune import Pruned
-    from hpml_orchestrator.runs.status import State
-
-__all__ = ["cancel", "list_", "prune", "status"]
+    from hpml_orchestrator.runs.state import State
 
 
 NameOption = Annotated[
@@ -130,7 +129,6 @@ def list_(
 
 
 def _sweep(store: Store, word: str) -> str:
-    """Return the id of the sweep that a word names."""
     from hpml_orchestrator.sweeps.plan import resolve  # noqa: PLC0415 - needs pydantic
 
     return resolve(store, word).id
@@ -173,7 +171,6 @@ def status(
 
 
 def _life(state: State) -> Life | None:
-    """Return an unfinished run over all of its attempts; None if its records cannot be read."""
     if state.over:
         return None
     with contextlib.suppress(RecordError):  # another user's
@@ -260,7 +257,6 @@ def cancel(
 
 
 def _resolved(store: Store, runs: list[str]) -> list[Submission]:
-    """Return the submissions that the words name; if one names none, nothing is cancelled."""
     try:
         return [store.resolve(word, exact_name=True) for word in runs]
     except HpmlError as error:
@@ -270,11 +266,6 @@ def _resolved(store: Store, runs: list[str]) -> list[Submission]:
 
 
 def _unfinished(store: Store, pattern: str) -> list[State]:
-    """Return the caller's unfinished runs of a name.
-
-    Raises:
-        NotFoundError: no run has that name.
-    """
     if pattern != "*" and not any(True for _ in named(store, pattern)):
         names = {*map(run_name, store.submissions())}
         hint = did_you_mean(pattern, names) or "`hpml list` shows all runs"
@@ -283,7 +274,6 @@ def _unfinished(store: Store, pattern: str) -> list[State]:
 
 
 def _confirm(found: list[State], *, yes: bool) -> None:
-    """Ask on a terminal whether to cancel these runs; end the command if not."""
     if found and not yes and sys.stdin.isatty():
         for state in found:
             typer.echo(f"{state.submission.label}  {state.state}", err=True)
@@ -365,7 +355,6 @@ def prune(
 
 
 def _states(text: str | None) -> list[str]:
-    """Return the final states that `--state` names."""
     by_name = {state.replace(" ", "_"): state for state in OVER}
     words = [] if text is None else text.split(",")
     names = [word.strip().upper().replace(" ", "_") for word in words]

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
-    from hpml_orchestrator.runs.status import State
-
-__all__ = ["COLUMNS", "print_ranks", "print_summary", "show"]
+    from hpml_orchestrator.runs.state import State
 
 
 def show(
@@ -115,7 +113,6 @@ def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
 
 
 def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:
-    """Return name and text of each line of a summary, with the address of the run's dashboard."""
     lines = array_lines(state) if state.tasks else summary_lines(state, summary, life)
     if dashboard := job_dashboard(state, chosen=site):
         lines.append(("dashboard", dashboard))

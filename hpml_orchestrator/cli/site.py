@@ -32,8 +32,6 @@ from hpml_orchestrator.site.initialise import initialise, profile_path, save
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
 
-__all__ = ["doctor", "group", "init", "schema"]
-
 group = typer.Typer(no_args_is_help=True)
 
 

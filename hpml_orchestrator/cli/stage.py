@@ -31,22 +31,20 @@ from hpml_orchestrator.errors import (
     nearest,
 )
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
-from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.auto import stage_chosen
 from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import UNREADABLE, brief, shown
 from hpml_orchestrator.staging.rate_limit import open_rate
 from hpml_orchestrator.staging.request import IN_PLACE, requests_for
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.cli.process import Stop
-    from hpml_orchestrator.staging import Bases, StageRequest
     from hpml_orchestrator.staging.auto import StageOutcome
-
-__all__ = ["group"]
+    from hpml_orchestrator.staging.request import Bases, StageRequest
 
 COMMANDS = ("ls", "verify", "clean")
 _WORD_CHARACTERS = 40
@@ -284,12 +282,7 @@ def _outcomes(
 
 
 def _check_source(path: str) -> None:
-    """Refuse a source that is not there; it may be a mistyped subcommand.
-
-    Raises:
-        NotFoundError: it was not found.
-        StagingError: a directory above is closed to this user.
-    """
+    """Refuse a source that is not there; it may be a mistyped subcommand."""
     try:
         os.lstat(path)
     except PermissionError as error:
@@ -374,13 +367,6 @@ _FIELD_IN_HINT = re.compile(r"\b(target|kind): (\w+)")
 def _option_names(
     to: str = "", bases: Bases | None = None, local_dir: str | None = None
 ) -> Iterator[None]:
-    """Name options in errors where staging names fields of a job file.
-
-    Args:
-        to: the value of `--to`.
-        bases: the directories of shm and local; if one of these is wrong, `--to` is not.
-        local_dir: the value of `--local-dir`.
-    """
     try:
         yield
     except HpmlError as error:

@@ -22,20 +22,19 @@ from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, co
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.spec.ages import parse_age
-from hpml_orchestrator.staging import Bases, JobArea
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.inventory import clean as clean_bases
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.manifest import verify as verify_staged
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.store import base_above
 
 if TYPE_CHECKING:
     from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.inventory import Cleaned, StoredData
     from hpml_orchestrator.staging.manifest import VerifyReport
-
-__all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -155,13 +154,6 @@ def clean(
 
 
 def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
-    """Return the existing directories to look in, each once.
-
-    Raises:
-        NotFoundError: a given directory does not exist.
-        StagingError: one cannot be read.
-        InputError: one is staged data itself, not the directory it was staged to.
-    """
     here = bases_of(paths_here(chosen_site(context)))
     by_word = {"shm": here.shm, "local": here.local}
     if not directories:

@@ -24,10 +24,9 @@ from hpml_orchestrator.runs.submit import submit as submit_prepared
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.prepare import Rendered
-
-__all__ = ["job_text", "report_submission", "submit_rendered"]
 
 
 def submit_rendered(
@@ -116,7 +115,6 @@ def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[
 
 
 def _outcome(submission: Submission | None) -> str:
-    """Describe the outcome of a submission that Ctrl-C interrupted, by its records."""
     if submission is None:
         return "nothing was submitted"
     sid, job = submission.sid, submission.job()

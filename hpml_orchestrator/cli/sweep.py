@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.table import SweepProgress
 
-__all__ = ["drive_sweep", "group"]
-
 _LINE_SECONDS = 60.0
 _WATCH_SECONDS = 2.0
 _REPORT = "report.html"
@@ -242,7 +240,6 @@ def status(
 
 
 def _list(store: Store, *, as_json: bool) -> None:
-    """Print all sweeps, newest first."""
     plans = [plan.read(plan.directory_of(store, name)) for name in plan.sweeps(store)]
     entries = [(planned, Table(store, planned).progress()) for planned in plans]
     if as_json:
@@ -339,7 +336,6 @@ def compare(
 
 
 def _load(module: str) -> ModuleType:
-    """Import a module that few of the commands need: it loads the checks, or matplotlib."""
     return importlib.import_module(f"hpml_orchestrator.{module}")
 
 

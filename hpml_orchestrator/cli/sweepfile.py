@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["check_plan", "plan_sweep"]
-
 _CHECKED_SHAPES = 16
 
 
@@ -120,7 +118,6 @@ def _listed(text: str, option: str, example: str) -> tuple[str, list[object]]:
 
 
 def _axis(text: str) -> tuple[str, list[object]]:
-    """Return name and values of an axis; a plain name is an argument."""
     name, values = _listed(text, "--grid", "lr=0.1,0.2")
     plain = not name.startswith("-") and "." not in name and name not in Job.model_fields
     return f"--{name}" if plain else name, values

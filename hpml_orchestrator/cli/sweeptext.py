@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.rows import PointRow
     from hpml_orchestrator.sweeps.table import SweepProgress
 
-__all__ = ["print_plan", "print_status", "print_summary", "print_sweeps", "progress_line"]
-
 _SHOWN_POINTS = 12
 _SHOWN_COMBINATIONS = 24
 
@@ -126,7 +124,6 @@ def print_status(planned: SweepPlan, progress: SweepProgress, rows: Sequence[Poi
 
 
 def _cells(rows: Sequence[PointRow]) -> tuple[str, ...]:
-    """Return how many of some points are done, the states of the others, and their medians."""
     completed = [row for row in rows if row.state == "COMPLETED"]
 
     def middle(name: str, text: Callable[[float], str]) -> str:

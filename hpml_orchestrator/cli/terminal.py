@@ -14,8 +14,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["GAP", "draw_summary", "draw_table", "fitting", "progress_bar", "sweep_bar"]
-
 Column = TypeVar("Column")
 
 GAP = 2

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.runs.live import LiveJob
 
-__all__ = ["draw", "top"]
-
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
 _TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
@@ -104,7 +102,6 @@ def top(
 
 
 def _watch(jobs: LiveJobs, interval: float) -> None:
-    """Draw jobs on the whole terminal, at its size, until q, Ctrl-C or a signal."""
     console, stop = Console(), Stop(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     found, look_at = jobs.look(), time.monotonic() + interval
 
@@ -186,7 +183,6 @@ COLUMNS = (
 
 
 def _sorted(jobs: Sequence[LiveJob]) -> list[LiveJob]:
-    """Return running jobs first, of these the ones with bottlenecks, then the newest."""
     return sorted(
         jobs, key=lambda job: (job.state != "RUNNING", not job.bottlenecks, -(job.started or 0.0))
     )

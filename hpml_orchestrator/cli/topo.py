@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["topo"]
-
 _EXCLUDES = {
     "--run": ("FILE", "--ranks", "--plan", "--policy", "--allowed-cpus"),
     "--plan": ("--ranks", "--policy"),
@@ -165,7 +163,6 @@ def topo(
 
 
 def _check(given: Mapping[str, object]) -> None:
-    """Refuse options that are empty, that exclude one another, or that need another."""
     refuse_empty({option: value for option, value in given.items() if isinstance(value, str)})
     for option, others in _EXCLUDES.items():
         if given[option]:
@@ -224,7 +221,6 @@ def request_of_job(
 
 
 def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
-    """Return the node that the site profile has for a job."""
     kinds = kinds_for(job, site)
     topologies = {
         str(kinds[name].topology): topology
@@ -336,13 +332,7 @@ def _away_from_other_gpus(topology: Topology, request: PlanRequest) -> tuple[int
 
 
 def _note(topology: Topology, request: PlanRequest, cpus: str) -> str:
-    """Return which part of the node a job requests, if it is not the whole node.
-
-    Args:
-        topology: the node.
-        request: what the job requests.
-        cpus: which CPUs the plan uses; empty if they were given.
-    """
+    """Return which part of the node a job requests, if it is not the whole node."""
     count = len(topology.devices)
     parts, used = [], [cpus] if cpus else []
     if cpus and request.cpus is not None and request.cpus < len(topology.cpus):

@@ -43,11 +43,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.cli.topopicture import RankBox
     from hpml_orchestrator.placement.model import Plan
-    from hpml_orchestrator.records.store import Attempt, Store
+    from hpml_orchestrator.records.run import Attempt
+    from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
     from hpml_orchestrator.topology.model import Topology
-
-__all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
 
 _GIB = 1024**3
 _SUFFIX = ".topology.json"
@@ -186,7 +185,6 @@ def print_node(topology: Topology, title: str) -> None:
 
 
 def _print_table(header: str, rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; what is unknown is a dash."""
     cells = [["-" if cell in {None, ""} else str(cell) for cell in row] for row in rows]
     print_table(header.split("|" if "|" in header else " "), cells)
 
@@ -257,7 +255,6 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
 
 
 def _node(attempt: Attempt, label: str, wanted: str, bound: BindingReport) -> str:
-    """Return the node to show, with a note if there are others."""
     directory = attempt.directory / "nodes"
     known = sorted(path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
     if not known:

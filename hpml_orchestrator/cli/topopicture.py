@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.binding import RankLocation
     from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
-__all__ = ["RankBox", "boxes_of_places", "boxes_of_plan", "names", "nearest_nics", "picture"]
-
 _CORES_PER_ROW, _DEVICES_PER_ROW, _RANKS_PER_ROW = 16, 4, 5
 _CORE_WIDTH, _DEVICE_WIDTH, _RANK_WIDTH, _PAGE_WIDTH = 24, 156, 230, 600
 _TITLE, _HEADING, _DETAIL, _LABEL = 16, 11, 9, 8
@@ -214,12 +212,10 @@ def _cut(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text for XML, which has no place for control characters."""
     return html.escape(printable(text))
 
 
 def _rows(boxes: Sequence[_Box], length: int) -> list[Sequence[_Box]]:
-    """Return boxes in rows of some length, all as wide as the widest."""
     widest = max((box.width for box in boxes), default=0)
     for box in boxes:
         box.width = widest
@@ -330,7 +326,6 @@ class _Node:
         return _Box(kind, [text or " "], size=_LABEL, hover=hover, fill=fill, width=_CORE_WIDTH)
 
     def _devices(self, domain: int | None) -> list[Sequence[_Box]]:
-        """Return the GPUs of a domain, and below them its network cards."""
         gpus = [self._device("gpu", gpu) for gpu in self.topology.gpus if gpu.domain == domain]
         nics = [self._device("nic", nic) for nic in self.topology.nics if nic.domain == domain]
         return [*_rows(gpus, _DEVICES_PER_ROW), *_rows(nics, _DEVICES_PER_ROW)]
@@ -384,6 +379,5 @@ def _headline(domain: Domain, cores: Sequence[Core]) -> str:
 
 
 def _colour(place: int) -> str:
-    """Return a light colour that dark letters can be read on, unlike those of its neighbours."""
     red, green, blue = colorsys.hls_to_rgb((0.58 + place * _TURN) % 1, (0.74, 0.83)[place % 2], 0.7)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

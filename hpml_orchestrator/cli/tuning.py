@@ -29,9 +29,7 @@ from hpml_orchestrator.sweeps.trial import make_trial, summary_lines
 if TYPE_CHECKING:
     from hpml_orchestrator.cli.report import Wanted
     from hpml_orchestrator.diagnosis.model import Diagnosis
-    from hpml_orchestrator.records.store import Submission
-
-__all__ = ["change"]
+    from hpml_orchestrator.records.submission import Submission
 
 _MINUTES = 2.0
 
@@ -94,7 +92,6 @@ def _try(
     *,
     as_json: bool,
 ) -> None:
-    """Run the job of a run and the changed one in turn, and print whether the change helps."""
     plan.check_extra()
     store, chosen = store_of(context), choose_changes(diagnosis)
     planned = make_trial(

@@ -39,8 +39,6 @@ from hpml_orchestrator.spec.ages import parse_since
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["letter", "usage"]
-
 _LETTER_JOBS = 5
 _LETTER_HOURS = 100.0
 _MOST_LETTERS = 1000
@@ -144,11 +142,6 @@ def usage(
 def _refuse_combinations(
     words: Mapping[str, Sequence[str | None]], *, everybody: bool, printed: Mapping[str, object]
 ) -> None:
-    """Refuse empty words, and options that exclude each other.
-
-    Raises:
-        InputError: names the option.
-    """
     for option, values in words.items():
         for value in values:
             refuse_empty({option: value})
@@ -161,7 +154,6 @@ def _refuse_combinations(
 def _print(
     rows: Sequence[GpuHoursUsage], total: GpuHoursUsage, selection: Selection, *, as_json: bool
 ) -> None:
-    """Print a line about all jobs, and the rows."""
     if as_json:
         print_json(
             {
@@ -242,12 +234,6 @@ def _table(rows: Sequence[GpuHoursUsage], by: str) -> tuple[list[str], list[list
 
 
 def _write_letters(server: Prometheus, selection: Selection, directory: Path) -> None:
-    """Write a letter to each user with as many unused GPU-hours.
-
-    Raises:
-        PrometheusError: it gives no usable answer.
-        RecordError: a file cannot be written.
-    """
     rows, _ = stored_usage(server, replace(selection, by="user", number=_MOST_LETTERS))
     directory.mkdir(parents=True, exist_ok=True)
     written = 0

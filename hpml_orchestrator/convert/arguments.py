@@ -12,8 +12,6 @@ from hpml_orchestrator.spec.text import NODE_DIRECTORIES, PER_RANK, PLACEHOLDER
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.body import Body
 
-__all__ = ["SIZES", "Placeholders", "shell_word"]
-
 SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
 """Variables of Slurm that may have other values in hpml's job than in the script's."""
 
@@ -96,7 +94,6 @@ class Placeholders:
         return HOLE.sub(lambda match: self._expansion(match[1]), self.placed(value))
 
     def _expansion(self, source: str) -> str:
-        """Return the placeholder of an expansion that the shell evaluates in setup."""
         is_quoted, text = source.startswith('"'), source.strip('!"')
         for pattern, why, hint in _REFUSED:
             if pattern.match(text):

@@ -19,8 +19,6 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "read_body"]
-
 PROVIDED = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
     "SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
@@ -154,7 +152,6 @@ class Body:
             self.keep(statement, block=statement.block)
 
     def _read_launch(self, statement: Statement) -> None:
-        """Read a statement that launches something."""
         launches = list(map(self._launch, statement.commands))
         position = next(place for place, launch in enumerate(launches) if launch)
         before, command, after = (
@@ -182,7 +179,6 @@ class Body:
         _read_after(launch, command, after)
 
     def _command(self, command: Command) -> None:
-        """Read a simple command that launches nothing."""
         if not command.words and command.assignments:
             assigned = dict(map(self.values.assign, command.assignments))
             self.assign(command, assigned, exported=self.exports_all)
@@ -349,7 +345,6 @@ def _name(command: Command) -> str:
 
 
 def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
-    """Report the redirections of a launch, and what follows it on its line."""
     for text in command.redirects:
         if "<" in text and "/dev/null" not in text:
             why, hint = "ranks read no standard input", "have the program read a file"
@@ -372,7 +367,6 @@ def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
 
 
 def _whole(word: ShellWord) -> ShellWord:
-    """Return `out/*` as `out/.`: copies of both contain all of `out`."""
     last = word.parts[-1]
     if last.is_expansion or last.quoted or not last.text.endswith("/*"):
         return word
@@ -380,7 +374,6 @@ def _whole(word: ShellWord) -> ShellWord:
 
 
 def _without_srun(words: list[str]) -> list[str]:
-    """Return the command that srun starts on the nodes, or the words themselves."""
     if words[0] != "srun":
         return words
     launch = Launch(0, "", list(words), "")
@@ -389,7 +382,6 @@ def _without_srun(words: list[str]) -> list[str]:
 
 
 def _score(launch: Launch) -> tuple[bool, ...]:
-    """Return how much a launch looks like the training of the script."""
     words = launch.words
     named = [*words[:3], *(word for word in words if word.endswith(".py"))]
     trains = _TRAINS.search(" ".join(os.path.basename(word) for word in named))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert.values import Values
 
-__all__ = ["LOCAL", "CopiedEntry", "Copies", "lost_results"]
-
 LOCAL = re.compile(
     r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
 )
@@ -304,7 +302,6 @@ def _contains(directory: str, path: str) -> bool:
 
 
 def _is_file_name(source: str, target: str) -> bool:
-    """Whether a copy of a file has a file's name as its target, not a directory."""
     names = os.path.basename(source), os.path.basename(target)
     endings = [os.path.splitext(name)[1] for name in names]
     return names[0] == names[1] or (endings[0] == endings[1] != "")

@@ -14,8 +14,6 @@ from hpml_orchestrator.errors import InputError, NotFoundError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["job_text", "read_script"]
-
 _MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 
 

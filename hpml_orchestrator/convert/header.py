@@ -29,8 +29,6 @@ from hpml_orchestrator.spec.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Header", "apply_option", "read_header"]
-
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
 _SIGNAL_SECONDS = 60  # Slurm's default

@@ -32,8 +32,6 @@ from hpml_orchestrator.spec.values import format_time, size_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ImportContext", "Imported", "import_script"]
-
 _ORDER = (
     "name array launcher mpi script module command args workdir resources environment stage "
     "collect checkpoint"
@@ -163,11 +161,6 @@ class _Import:
         return Imported(job, job_text(job, comments), findings)
 
     def _checked(self) -> dict[str, Any]:
-        """Return the fields in order.
-
-        Raises:
-            InputError: a job file must not have one of the values.
-        """
         fields = {name: self.fields[name] for name in _ORDER.split() if name in self.fields}
         try:
             Job.model_validate(fields)
@@ -353,7 +346,6 @@ class _Import:
         return lines
 
     def _read_line(self, line: Line) -> None:
-        """Set the variables that a line exports, and report it if it is left out."""
         placed = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
         is_known = not any(map(has_hole, placed.values()))
         if placed and is_known and (SIZES.search(line.source) or _ARGUMENTS.search(line.source)):
@@ -426,7 +418,6 @@ class _Import:
             self.put(f"environment.variables.{name}", self.arguments.filled(value), origin=origin)
 
     def _put_data(self) -> None:
-        """Set what is staged and collected."""
         copies, results = self.body.copies, []
         if copies.staged:
             self.put("stage", [one.entry(self.context.path(one.source)) for one in copies.staged])

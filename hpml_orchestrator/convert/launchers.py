@@ -25,8 +25,6 @@ from hpml_orchestrator.scheduler.slurm.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LAUNCHERS", "PYTHON", "Launch", "remove_launchers"]
-
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 
@@ -131,7 +129,6 @@ def remove_launchers(launch: Launch) -> None:
 
 
 def _read_prefix(launch: Launch) -> None:
-    """Remove `exec`, `env` or `time`; with options it stays."""
     rest = launch.words[1:]
     while rest[:1] in (["-p"], ["--"]):
         rest.pop(0)
@@ -216,7 +213,6 @@ _OWN_FILE = "accelerate reads ~/.cache/huggingface/accelerate/default_config.yam
 
 
 def _read_launcher(launch: Launch, table: _Launcher) -> None:
-    """Remove a launcher and its options from the words."""
     who = launch.program
     if who == "accelerate" and launch.words[1:2] != ["launch"]:
         return
@@ -243,7 +239,6 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
 
 
 def _add_python(launch: Launch, names: set[str], who: str) -> None:
-    """Add the Python interpreter that the launcher would start the program with."""
     if launch.words and "no-python" not in names:
         module = ["-m"] if {"m", "module"} & names else []
         launch.words = [launch.python or "python", *module, *launch.words]
@@ -305,7 +300,6 @@ _SRUN_BINDING = frozenset(
 
 
 def _read_srun(launch: Launch) -> None:
-    """Remove srun and its options from the words."""
     try:
         words = [OptionWord(word, launch.line) for word in launch.words[1:]]
         options, rest = read_options(words, SRUN, stop=True)

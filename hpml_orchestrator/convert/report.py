@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ALL_GPUS", "HIDES_GPUS", "OUTPUT", "ImportNote", "ImportReport", "Kind"]
-
 Kind = Literal["lost", "changed", "dropped"]
 
 ALL_GPUS = ("each rank sees all GPUs of its node", "choose one by LOCAL_RANK in the program")

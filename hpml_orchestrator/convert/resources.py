@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.convert.report import ImportReport
     from hpml_orchestrator.convert.values import Values
 
-__all__ = [
-    "Allocation",
-    "ScriptSize",
-    "add_srun_options",
-    "allocation",
-    "check_devices",
-    "job_size",
-    "known_variables",
-]
-
 _GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 _RANKS = ("nodes", "ntasks", "ntasks-per-node")  # job_size reads those of srun
 _SHARES = (*_GPUS, "cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu")
@@ -216,7 +206,6 @@ def _started_nodes(given: Allocation, launch: Launch) -> int:
 
 
 def _ranks(given: Allocation, launch: Launch) -> int:
-    """Return the ranks of each node."""
     if not launch.launcher:
         return 1
     word = launch.sizes.get("per_node", "")

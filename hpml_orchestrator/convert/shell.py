@@ -22,8 +22,6 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Assignment", "Command", "Part", "ShellWord", "Statement", "parse_script"]
-
 _BLOCKS = {
     **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), "a loop"),
     **dict.fromkeys(("if_statement", "case_statement"), "a condition"),
@@ -160,9 +158,6 @@ def _tree(text: str) -> Node:
 
     A copy of this process reads it first: the grammar's scanner looks up characters in a table of
     libc without checking its bounds, and may crash on rare ones.
-
-    Raises:
-        InputError: the grammar crashed.
     """
     source = text.encode()
     parser = Parser(_language())
@@ -180,11 +175,7 @@ def _tree(text: str) -> Node:
 
 
 def _refuse_invalid(text: str) -> None:
-    """Refuse a script that bash would not start.
-
-    Raises:
-        InputError: names the line.
-    """
+    """Refuse a script that bash would not start."""
     try:
         done = subprocess.run(
             ["bash", "-n"],
@@ -255,11 +246,7 @@ def _command(node: Node, operator: str) -> Command:
 
 
 def _check_gaps(nodes: list[Node], line: int, blanks: re.Pattern[str] = _BLANKS) -> None:
-    """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`.
-
-    Raises:
-        InputError: it read the command in another way than bash.
-    """
+    """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`."""
     for before, after in pairwise(nodes):
         parent = after.parent
         raw = (parent.text or b"") if parent else b""
@@ -292,7 +279,6 @@ def _word(node: Node) -> ShellWord:
 
 
 def _parts(node: Node) -> Iterator[Part]:
-    """Yield the parts of a word's node."""
     text = _text(node)
     if node.type in _EXPANSIONS:
         yield from _expansion(node, text, quoted=False)
@@ -334,7 +320,6 @@ def _expansion(node: Node, text: str, *, quoted: bool) -> Iterator[Part]:
 
 
 def _literal(text: str, *, quoted: bool) -> Iterator[Part]:
-    """Yield the parts of text without its escapes."""
     for match in _LITERAL.finditer(text.replace("\\\n", "")):
         if match["expansion"]:
             yield Part(match[0], is_expansion=True, quoted=quoted)

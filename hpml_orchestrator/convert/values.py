@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.convert.shell import Assignment, ShellWord
 
-__all__ = ["HOLE", "Values", "has_hole", "hole_names", "shown"]
-
 HOLE = re.compile("\0([^\0]*)\0")
 _STABLE = NODE_DIRECTORIES | frozenset(  # the same at every time of the job
     "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER "
@@ -164,7 +162,6 @@ class Values:
         return HOLE.sub(given, value)
 
     def _parts(self, word: ShellWord) -> tuple[Part, ...]:
-        """Return the parts of a word with the home directory in place of `~`."""
         home = self.environment.get("HOME", "")
         if not (home and re.match(r"~(/|$)", word.source)):
             return word.parts
@@ -213,5 +210,4 @@ class Values:
 
 
 def _split_blanks(value: str) -> list[str]:
-    """Split a value at blanks outside of its holes."""
     return re.findall("(?:\0[^\0]*\0|\\S)+", value)

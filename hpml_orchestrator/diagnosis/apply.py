@@ -15,16 +15,6 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import JobFields
 
-__all__ = [
-    "Chosen",
-    "Made",
-    "changed_job",
-    "choose_changes",
-    "differences",
-    "fields_of",
-    "next_step",
-]
-
 _SHORT_FORMS = {"binding": "policy", "monitor": "enabled", "checkpoint": "enabled"}
 
 
@@ -132,7 +122,6 @@ def fields_of(job: JobFields, change: Change) -> dict[str, object]:
 
 
 def _entries(job: JobFields, name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a list that change; the whole field if it is not a list, or shorter."""
     old: object = job
     for part in name.split("."):
         old = old.get(part) if isinstance(old, dict) else None
@@ -149,7 +138,6 @@ def _stages(job: JobFields) -> list[tuple[str, str]]:
 
 
 def _staged_arguments(job: JobFields, stage: tuple[str, str]) -> dict[str, object]:
-    """Return the fields in which the path of staged data must become that of the copy."""
     name, source = stage
     word = f"{{stage.{name}}}"
     workdir = job["workdir"]

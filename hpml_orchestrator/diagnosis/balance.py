@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts, RankFacts
 
-__all__ = [
-    "Slow",
-    "communication",
-    "contended",
-    "cpu_contention",
-    "crowded",
-    "find_slow",
-    "slow_rank",
-    "throttled",
-    "waits_are_known",
-    "wrong_binding",
-]
-
 _HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GPU down
 
 
@@ -146,7 +133,6 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
 
 
 def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
-    """Return how much longer each rank does something, as a share of the longest step."""
     known = {
         number: part(rank, name) / (rank.steps or 1) / longest
         for number, rank in ranks.items()
@@ -156,7 +142,6 @@ def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dic
 
 
 def _slowest(more: Mapping[int, float]) -> list[int]:
-    """Return the ranks that are over the limit; none if that is most of them."""
     limit = THRESHOLDS["slow-rank"].warn
     slow = [number for number, share in more.items() if share >= limit]
     return slow if 2 * len(slow) <= len(more) else []
@@ -171,7 +156,6 @@ def _cause(
     ranks: Mapping[int, RankFacts],
     longest: float,
 ) -> tuple[str, str]:
-    """Return the cause of a slow rank, if a figure of that rank explains it, and the figure."""
     if all(ranks[number].bound_as_planned is False for number in slow) or (
         set(slow) <= set(crowded(facts))
     ):
@@ -293,7 +277,6 @@ def cpu_contention(facts: Facts) -> Finding | str | None:
 
 
 def _free_cpus(facts: Facts, nodes: Sequence[str]) -> list[Change]:
-    """Return what gives ranks their CPUs for themselves."""
     changes: list[Change] = []
     if (cpus_busy(facts) or 0.0) >= BUSY:
         changes.append(Change("start fewer threads and loader workers (`OMP_NUM_THREADS`)"))
@@ -377,7 +360,6 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
 
 
 def _hot_gpus(facts: Facts) -> list[tuple[GpuFacts, float]]:
-    """Return the GPUs that heat or a brake holds down, with the share of the time."""
     found = []
     for node in facts.nodes:
         for gpu in node.gpus:

@@ -10,8 +10,6 @@ from hpml_orchestrator.diagnosis.shares import busy_cpus
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
-__all__ = ["BUSY", "cpus_busy", "cpus_per_rank", "fits_in_ram", "more_cpus"]
-
 BUSY = 0.9  # from this share on the CPUs have no time left
 
 

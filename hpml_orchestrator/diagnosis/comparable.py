@@ -16,8 +16,6 @@ from hpml_orchestrator.records.texts import first_few, human_bytes
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import JobFields
 
-__all__ = ["differences", "doubts", "only_words", "value_text"]
-
 _EQUAL = 0.05  # the last batch of an epoch may be smaller
 _STAGED = re.compile(r"\{stage\.([^{}]+)\}")
 
@@ -54,7 +52,6 @@ def _name(job: JobFields) -> str:
 
 
 def _program(job: JobFields) -> str:
-    """Return the script or module of a job, or its command up to the first option."""
     if named := job["script"] or job["module"]:
         return named.rpartition("/")[2]
     words = job["command"] or []
@@ -110,7 +107,6 @@ def _different_data(first: Facts, second: Facts) -> Iterator[str]:
 
 
 def _sources(job: JobFields) -> dict[str, str]:
-    """Return what is staged, by name."""
     return {one["name"]: one["source"] for one in job["stage"]}
 
 
@@ -125,8 +121,6 @@ def _arguments(job: JobFields) -> list[str]:
 def _same_words(
     one: Sequence[str], job: JobFields, other: Sequence[str], other_job: JobFields
 ) -> bool:
-    """Whether words are equal, or name the same path below the directories of their jobs."""
-
     def path(word: str, job: JobFields) -> str:
         return posixpath.normpath(posixpath.join(job["workdir"], word))
 
@@ -137,7 +131,6 @@ def _same_words(
 
 
 def _batch(facts: Facts) -> float | None:
-    """Return the samples in a step of one rank, as they were counted."""
     batches = [rank.samples / rank.steps for rank in facts.ranks if rank.samples and rank.steps]
     return fmean(batches) if batches else None
 

@@ -14,8 +14,6 @@ from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import printable
 
-__all__ = ["NOISE", "NOISE_SECONDS", "ComparisonRow", "RunComparison", "compare", "text", "to_json"]
-
 NOISE = 0.05
 """Smaller differences between one run each may be noise: the same limit as for sibling nodes."""
 NOISE_SECONDS = 1.0
@@ -250,13 +248,7 @@ def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterator[ComparisonRow]:
-    """Yield the figures of both runs: time, steps, throughput, cost and quality.
-
-    Args:
-        first: of one run.
-        second: of the other.
-        same: groups or names of those that are of the same work; None: all are.
-    """
+    """Yield the figures of both runs: time, steps, throughput, cost and quality."""
     times = [facts.elapsed_seconds or 0.0 for facts in (first, second)]
     is_short = abs(times[0] - times[1]) < NOISE_SECONDS
     tables: tuple[tuple[str, Callable[[Facts], Mapping[str, float]], Callable[[float], str]], ...]
@@ -347,7 +339,6 @@ def text(comparison: RunComparison) -> str:
 
 
 def _row(row: ComparisonRow) -> Iterable[str]:
-    """Yield the lines of a row; long values get separate lines."""
     if max(len(row.first), len(row.second)) >= _VALUE or len(row.name) >= _NAME:
         yield f"  {row.name}"
         for name, value in (("first", row.first), ("second", row.second)):

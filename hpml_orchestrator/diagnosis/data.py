@@ -27,8 +27,6 @@ from hpml_orchestrator.records.texts import human_bytes, seconds_text
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
-__all__ = ["host_to_device", "slow_staging", "slow_storage", "waits_for_data"]
-
 _WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
 _SMALL_FILE_BYTES = 128 << 10
 _MANY_FILES = 10_000
@@ -84,7 +82,6 @@ def _reader(facts: Facts) -> tuple[float, float | None] | None:
 
 
 def _possible(facts: Facts) -> float | None:
-    """Return the measured read rate of what the data are on."""
     if facts.peaks is None:
         return None
     targets = {stage["target"] for stage in facts.job["stage"]}
@@ -108,7 +105,6 @@ def _storage_is_slow(facts: Facts) -> bool | None:
 
 
 def _untold(facts: Facts) -> str:
-    """Return what would show whether storage is slow."""
     if _reader(facts) is None:
         return "unknown: whether storage is slow; `monitor: true` measures what is read from it"
     if not _possible(facts):
@@ -117,7 +113,6 @@ def _untold(facts: Facts) -> str:
 
 
 def _storage(facts: Facts) -> list[str]:
-    """Return what is known of the storage that the data comes from."""
     rates, possible = _reader(facts), _possible(facts)
     lines = []
     if rates and rates[0] >= _LITTLE_BYTES and possible and facts.peaks:

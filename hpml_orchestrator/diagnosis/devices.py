@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from hpml_orchestrator.diagnosis.model import Peaks
 
-__all__ = ["DEVICES", "Device", "specification"]
-
 _PCIE3, _PCIE4, _PCIE5 = 15.75e9, 31.5e9, 63e9  # 16 lanes
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts
 
-__all__ = ["FINDINGS", "diagnose"]
-
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     balance.cpu_contention,
     data.waits_for_data,

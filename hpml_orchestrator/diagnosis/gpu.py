@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts
 
-__all__ = [
-    "cpu_bound",
-    "faulty_gpu",
-    "launch_bound",
-    "memory_headroom",
-    "tensor_cores_idle",
-    "used_gpus",
-]
-
 _HARDWARE_XIDS = frozenset(
     ["48", "62", "64", "74", "79", "92", "94", "95", "119", "120", "121", "136", "140", "143"]
 )
@@ -51,7 +42,6 @@ def _mean(gpus: list[GpuFacts], name: str) -> float | None:
 
 
 def _share(facts: Facts, *names: str) -> float:
-    """Return the share of the steps that some known parts take together."""
     means = (shares(facts, name) for name in names)
     return sum(sum(values.values()) / len(values) for values in means if values)
 

@@ -12,25 +12,6 @@ from dataclasses import dataclass
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = [
-    "CUDA_HOST_BYTES",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "RESERVE",
-    "DeviceNeed",
-    "HostNeed",
-    "Linear",
-    "TrainingOption",
-    "Transformer",
-    "device_bytes_of",
-    "first_fit",
-    "largest_batch",
-    "line_through",
-    "model_states",
-    "read_model",
-    "ways",
-]
-
 GIB = 1024**3
 RESERVE = 0.1
 """Share of a device that the CUDA context, NCCL and fragmentation take."""
@@ -322,11 +303,7 @@ _NEEDED = ("layers", "hidden", "sequence")
 
 
 def _model_words(text: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the numbers of `--model`, and its optimizer and precision.
-
-    Raises:
-        InputError: a word or value is not valid.
-    """
+    """Return the numbers of `--model`, and its optimizer and precision."""
     numbers: dict[str, float] = {}
     chosen = {"optimizer": "adamw", "precision": "mixed"}
     allowed = {"optimizer": OPTIMIZERS, "precision": PRECISIONS}

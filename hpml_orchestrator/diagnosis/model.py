@@ -11,20 +11,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.profile import TraceProfile
     from hpml_orchestrator.records.schema import JobFields
 
-__all__ = [
-    "Change",
-    "DataArgument",
-    "Diagnosis",
-    "Facts",
-    "Finding",
-    "GpuFacts",
-    "Level",
-    "NodeFacts",
-    "Peaks",
-    "RankFacts",
-    "StageFacts",
-]
-
 Level = Literal["critical", "warning", "note", "unknown"]
 
 

@@ -14,8 +14,6 @@ from statistics import fmean
 from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["AllReduce", "Roofline", "bus_bandwidth", "fit_allreduce", "imbalance", "roofline"]
-
 _TENSOR_DTYPES = ("bfloat16", "float16", "tf32")
 _MIN_SIZES = 3
 

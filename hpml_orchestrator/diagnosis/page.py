@@ -17,8 +17,6 @@ from hpml_orchestrator.diagnosis.wording import change_text, cost_text, gain_tex
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
-__all__ = ["page"]
-
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
     "training": 3, "end": 9,
@@ -271,7 +269,6 @@ def _roof(roof: Roofline | None) -> dict[str, object] | None:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Return the powers of ten around a range, with some room."""
     first, last = math.floor(math.log10(low / 2)), math.ceil(math.log10(high * 2))
     return [10.0**power for power in range(first, last + 1)]
 

@@ -8,20 +8,6 @@ from statistics import fmean
 from hpml_orchestrator.diagnosis.model import RankFacts
 from hpml_orchestrator.records.texts import seconds_text
 
-__all__ = [
-    "BETWEEN_STEPS",
-    "COMPUTE",
-    "PARTS",
-    "SAMPLED",
-    "duration",
-    "fits",
-    "mean_parts",
-    "own_seconds",
-    "rank_parts",
-    "samples_per_second",
-    "step_shares",
-]
-
 COMPUTE = "compute"
 PARTS = {
     "data_wait_seconds": "waiting for data",

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
-__all__ = ["slow_evaluation", "slow_saving", "slow_start", "time_text"]
-
 _LEAST = 0.005
 _STARTING = ("start-up", "launch", "rendezvous", "warm-up")
 _ADVICE = {
@@ -49,7 +47,6 @@ def time_text(facts: Facts) -> str:
 
 
 def _percent(shares: Mapping[str, float], title: str = "") -> str:
-    """Return shares of at least half a percent after a title; empty without any."""
     texts = [f"{name} {min(1.0, share):.0%}" for name, share in shares.items() if share >= _LEAST]
     return title + ", ".join(texts) if texts else ""
 

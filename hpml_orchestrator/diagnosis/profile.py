@@ -11,8 +11,6 @@ from typing import TypedDict
 
 from hpml_orchestrator.errors import counted
 
-__all__ = ["DIRECTORY", "ProfileError", "TraceProfile", "read_profile"]
-
 DIRECTORY = "profile"
 """Where traces lie in a run's directory; one per rank, named ``trace-rank0.json.gz``."""
 
@@ -169,7 +167,6 @@ def _on_device(event: _TraceEvent) -> bool:
 
 
 def _union(spans: list[Span]) -> list[Span]:
-    """Return the same time as spans in order that do not touch each other."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -12,8 +12,6 @@ from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Diagnosis
 
-__all__ = ["Page", "Report"]
-
 
 class Page(ABC):
     """A report with a page, which a notebook displays."""
@@ -23,7 +21,6 @@ class Page(ABC):
         """Return the page: one HTML file without scripts that fetches nothing."""
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, which keeps its style out of the notebook."""
         source = html.escape(self.html(), quote=True)
         return f'<iframe srcdoc="{source}" style="width:100%;height:40em;border:0"></iframe>'
 

@@ -21,8 +21,6 @@ from hpml_orchestrator.records.texts import human_bytes, seconds_text
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts
 
-__all__ = ["cpus_unused", "gpu_unused", "memory_over_asked", "memory_pressure", "time_over_asked"]
-
 _GIB = 1 << 30
 _RESERVE = 1.3  # memory, cores and time that a right-sized job still has to spare
 _SMALL_BYTES = 8 * _GIB
@@ -86,7 +84,6 @@ def _fullest(facts: Facts) -> tuple[GpuFacts | None, float]:
 
 
 def _more_memory(facts: Facts, limit: float) -> list[Change]:
-    """Return more memory than the limit that was reached, if a node has more."""
     in_ram = _staged_in_ram(facts)
     limit = limit or (facts.memory_bytes or 0.0)
     most = None if facts.node_memory_bytes is None else facts.node_memory_bytes - in_ram
@@ -158,7 +155,6 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
 
 
 def _has_worked(facts: Facts) -> bool:
-    """Whether ranks have run for so long that every GPU should have had work."""
     if facts.over and facts.state != "COMPLETED":
         return False
     seconds = max((node.seconds or 0.0 for node in facts.nodes), default=0.0)

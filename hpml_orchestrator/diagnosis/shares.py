@@ -22,25 +22,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
     from hpml_orchestrator.records.schema import JobFields
 
-__all__ = [
-    "busy_cpus",
-    "cpu_waits",
-    "excesses",
-    "exclude",
-    "find",
-    "hours",
-    "hours_unit",
-    "is_idle",
-    "is_judged",
-    "nodes_text",
-    "part",
-    "ranks_text",
-    "shares",
-    "step_seconds",
-    "steps_known",
-    "train_share",
-]
-
 _SHOWN = 4
 _IDLE = 0.02  # share of the time with a kernel
 

@@ -12,8 +12,6 @@ from markupsafe import Markup, escape
 
 from hpml_orchestrator import assets
 
-__all__ = ["environment", "number", "percent"]
-
 _NUMERIC = re.compile(
     r"-?[\d.,]+(e[+-]?\d+)?( ?%| of \d+( \(.*\))?| / \d+| \[.*\])?|not reached.*|-|"
 )
@@ -63,12 +61,10 @@ def environment(form: str) -> jinja2.Environment:
 
 
 def _with_code(text: str) -> Markup:
-    """Return a text as HTML, with the words between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704
 
 
 def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, bool]:
-    """Return a table's columns that something is known for, and whether they are numeric."""
     columns = {}
     for place, name in enumerate(rows[0] if rows else ()):
         cells = [str(row[name]) for row in rows]

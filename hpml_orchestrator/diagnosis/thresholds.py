@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "BANDWIDTH_SHARE",
-    "CAUSE_SHARE",
-    "FEW_STEPS",
-    "JUDGED_SECONDS",
-    "LONG_PHASE_SECONDS",
-    "SEEN_SECONDS",
-    "SHORT_SECONDS",
-    "SURE",
-    "THRESHOLDS",
-    "TOO_SHORT_SECONDS",
-    "Threshold",
-]
-
 FEW_STEPS = 20
 """With fewer steps, nothing is critical (TraceML)."""
 SHORT_SECONDS = 60.0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
 
-__all__ = ["SHOWN", "field_lines", "markdown", "status_line", "text", "to_json"]
-
 SHOWN = 3
 """Findings that are printed in full."""
 
@@ -94,7 +92,6 @@ def _tail(diagnosis: Diagnosis) -> list[str]:
 
 
 def _cost_of_all(finding: Finding, diagnosis: Diagnosis) -> str:
-    """Return what a finding costs, and whether that is of a run or of one attempt of several."""
     cost = cost_text(finding, diagnosis.facts)
     what = "attempt" if diagnosis.facts.attempts > 1 else "run"
     return f"{cost} of this {what}" if cost else ""

@@ -45,8 +45,6 @@ from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
 
-__all__ = ["Agent", "main"]
-
 _POLL_SECONDS = 2.0
 _CLEAN_SECONDS = 3.0
 """How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
@@ -136,7 +134,6 @@ class Agent:
         return self._asked_to_end or self._is_over()
 
     def _started_ranks(self) -> list[StartedRank]:
-        """Return hpml-bind's records of this node's ranks so far."""
         self._ranks += self._records.new()
         return self._ranks
 
@@ -188,7 +185,6 @@ class Agent:
         )
 
     def _monitor(self) -> NodeMonitor | None:
-        """Return the job's exporter, not started yet; None if the job is not monitored."""
         if self.options.monitor is None:
             return None
         try:
@@ -235,7 +231,6 @@ class Agent:
         return True
 
     def _start(self, monitor: NodeMonitor) -> None:
-        """Start the job's exporter; if that fails, the job continues without one."""
         try:
             monitor.start(self._node_plan, no_gpus=self.options.bind.no_gpus)
         except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
@@ -246,10 +241,6 @@ class Agent:
 
         Returns:
             The figures of the plan that the script prints when all nodes are ready.
-
-        Raises:
-            BindingError: no plan is possible, and `verify` is strict.
-            RecordError: the plan cannot be written.
         """
         allowed = os.sched_getaffinity(0)
         try:
@@ -271,7 +262,6 @@ class Agent:
         return plan_figures(node_plan.plan, sets_threads=not options.keep_threads)
 
     def _for_ranks(self, node_plan: planning.NodePlan) -> dict[str, str]:
-        """Return the settings of hpml-bind that let this agent stop the ranks."""
         checkpoint = self.options.checkpoint
         if checkpoint is None:
             return {}
@@ -293,7 +283,6 @@ class Agent:
         write_json(path, {**marker, "time": round(time.time(), 6), **data})
 
     def _wait(self) -> None:
-        """Wait until the job is over, or until it is being ended and its ranks have ended."""
         kill_at = math.inf
         while True:
             now = time.monotonic()

@@ -33,17 +33,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "EXIT_BINDING",
-    "USAGE",
-    "apply_plan",
-    "main",
-    "rank_variables",
-    "run",
-    "shield",
-    "tasks_here",
-]
-
 USAGE = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
 EXIT_BINDING = 79
 """Exit status of a rank that is not bound as planned, with `verify: strict`."""
@@ -247,7 +236,6 @@ def apply_plan(attempt: str, command: list[str]) -> int:
 
 
 def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], str, str]:
-    """Return the plan's header, this rank's line, the problem with them if any, and a hint."""
     path = f"{attempt}/plan/{node}.txt"
     head: dict[str, str] = {}
     try:
@@ -273,7 +261,6 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
 
 
 def _export(head: dict[str, str]) -> None:
-    """Set the name of the agent's socket, and the agent's settings for this rank."""
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
     if head.get("sigterm") == "ignore":
@@ -303,7 +290,6 @@ def _set_recorder(stem: str) -> None:
 
 
 def _child(cpus: set[int]) -> tuple[str | None, str]:
-    """Return the CPUs of a forked child, and what is wrong with them."""
     try:
         child = child_cpus()
     except (OSError, ValueError) as error:
@@ -328,13 +314,11 @@ def _json(value: object) -> str:
 
 
 def _variable(name: str, default: int | None) -> int | None:
-    """Return a variable as a number; the default if it is not set, None if it is not a number."""
     text = os.environ.get(name, "")
     return (int(text) if text.isdecimal() else None) if text else default
 
 
 def _at_least(least: int, text: str) -> int:
-    """Return a launcher's number; the least possible one if the text is not a number."""
     return max(least, int(text)) if text.isdecimal() else least
 
 

@@ -43,15 +43,6 @@ if TYPE_CHECKING:
 
     Message: TypeAlias = Mapping[str, Any]  # of a rank: its fields, of which any may be missing
 
-__all__ = [
-    "MAX_DATAGRAM_BYTES",
-    "RANK_EVENTS",
-    "ChannelReader",
-    "attempt_channel",
-    "event_of",
-    "parse",
-]
-
 WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
 RANK_EVENTS = (
@@ -147,7 +138,6 @@ def event_of(message: Message, *, node: str, now: float) -> Event:
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
-    """Return a parsed value as strict JSON can hold it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, str)):
@@ -374,7 +364,6 @@ class ChannelReader:
             self._hold(event)
 
     def _hold(self, event: Event) -> None:
-        """Keep an event for the next write, which is soon."""
         if not self._events:
             self._events_due = self._monotonic() + EVENT_WITHIN_SECONDS
         self._events.append(event)

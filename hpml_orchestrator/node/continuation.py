@@ -24,8 +24,6 @@ from hpml_orchestrator.records.submission import Submission
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "continue_run", "decide"]
-
 EXIT_CONTINUED = 75
 """Exit status of a script whose run continues in another job: not 0, since the run is not done."""
 
@@ -243,7 +241,6 @@ def _leaves_enough(avoid: Sequence[str]) -> bool:
 
 
 def _excluded(job_id: str, avoid: Sequence[str]) -> str:
-    """Return the nodes that the job already excludes and those to avoid, as one list."""
     if not avoid:
         return ""
     shown = _command(["scontrol", "--oneliner", "show", "job", job_id]).stdout
@@ -253,7 +250,6 @@ def _excluded(job_id: str, avoid: Sequence[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that the script began with, without those of its job."""
     with open(f"/proc/{os.getppid()}/environ", "rb") as stream:
         entries = stream.read().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
@@ -265,7 +261,6 @@ def _environment() -> dict[str, str]:
 
 
 def _patiently(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command, and repeat it while the controller does not answer."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         done = _command(command)

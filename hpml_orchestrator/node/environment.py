@@ -18,16 +18,6 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "CheckpointOptions",
-    "integer",
-    "job_key",
-    "node_index",
-    "node_name",
-    "node_names",
-    "read_option",
-]
-
 T = TypeVar("T")
 _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 

@@ -25,8 +25,6 @@ from hpml_orchestrator.records.feed import BUCKETS, COUNTERS, GAUGES, RankFigure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["EXPORTER_SOCKET", "Feed", "exporter_sockets"]
-
 EXPORTER_SOCKET = "/run/hpml/exporter.sock"
 _VARIABLE = "HPML_EXPORTER_SOCKET"
 
@@ -176,7 +174,6 @@ class Feed:
             self._reached.clear()
 
     def _look(self) -> None:
-        """Connect to exporters that have started since the last call."""
         for path in self._targets:
             exporter = None if path in self._reached else _connect(path)
             if exporter is not None:
@@ -219,7 +216,6 @@ def amount(value: object) -> float | None:
 
 
 def _connect(path: str) -> socket.socket | None:
-    """Return a socket to the exporter that listens at a path; None if none does."""
     exporter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # connect() waits for room in the exporter's backlog, but not for long.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import Marker, ProofRecord
 
-__all__ = ["Ending", "ending", "finish", "note_signal", "verify_binding"]
-
 _READ_BYTES = 1024**2
 _SIGNALLED = 128
 
@@ -302,13 +300,7 @@ def _signal_name(number: int) -> str:
 
 
 def _complaint(output: str, code: int, rank: str = "") -> str:
-    """Return the line in which a program reported why it failed; empty if there is none.
-
-    Args:
-        output: what the job wrote, or the end of it.
-        code: the failed program's exit status. Python exits with 1 after an exception.
-        rank: the failed rank; empty if it is not known.
-    """
+    """Return the line in which a program reported why it failed; empty if there is none."""
     lines = [line.rstrip("\r") for line in _ESCAPES.sub("", output).split("\n")]
     message = _exception(lines, rank) if code == 1 else ""
     for line in [] if message else lines[-_COMPLAINT_LINES:]:
@@ -350,7 +342,6 @@ def _exception(lines: list[str], rank: str) -> str:
 
 
 def _has_result(attempt: Attempt) -> bool:
-    """Whether the training had reported its result, by the channel or as `result.json`."""
     try:
         written = os.stat(attempt.directory.parents[1] / "result.json").st_mtime
         if written >= os.stat(attempt.directory / "head.json").st_mtime:
@@ -432,7 +423,6 @@ def verify_results(nodes: Iterable[Marker], *, completed: bool) -> tuple[list[st
 
 
 def _proofs(proofs: Iterable[ProofRecord]) -> dict[str, NodeProof]:
-    """Return the proofs by node; damaged ones are left out."""
     judged = {}
     for record in proofs:
         try:

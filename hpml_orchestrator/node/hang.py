@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.node.peers import Peer, Peers
 
-__all__ = ["HangWatch", "collect_stacks", "directory_of", "recorder_stem", "remove_pipes"]
-
 _PAUSED_SECONDS = 10.0
 _STACK_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
@@ -109,7 +107,6 @@ def collect_stacks(ranks: Sequence[StartedRank], peers: Mapping[int, Peer], targ
 
 
 def _stacks(pid: int, peer: Peer | None) -> str:
-    """Make a process write its stacks and return them, or why there are none."""
     if peer is None or not peer.stacks_signal:
         return "no stacks: the program does not use hpml_channel"
     if not catches(pid, peer.stacks_signal):

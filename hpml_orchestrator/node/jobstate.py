@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["AllocationState", "ask", "kill_wait", "parse_job", "run_command"]
-
 _KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _QUERY_SECONDS = 5.0
 _LOCAL_STATES = {"cancelled": "CANCELLED", "TimeLimit": "TIMEOUT"}
@@ -127,7 +125,6 @@ def _time(text: str) -> float | None:
 
 
 def _local(steps: str) -> AllocationState:
-    """Return the state of a local job, whose directory of steps is `…/steps-POSITION`."""
     directory, _, position = steps.rpartition("/steps-")
     try:
         with open(f"{directory}/{position}.json", encoding="utf-8") as stream:

@@ -10,8 +10,6 @@ import os
 
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
-__all__ = ["child_cpus", "memory_policy", "prefer_memory", "set_cpus"]
-
 _PREFERRED = 1  # MPOL_PREFERRED: memory from there while it has some, else from elsewhere
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}
 _WORD_BITS = 64

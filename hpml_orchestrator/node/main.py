@@ -8,8 +8,6 @@ from importlib import import_module
 
 from hpml_orchestrator.errors import HpmlError
 
-__all__ = ["main"]
-
 USAGE = """\
 usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import MonitorOptions
     from hpml_orchestrator.node.planning import NodePlan
 
-__all__ = ["NodeMonitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
-
 _NICE = 10
 _OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
 """Collectors of resources that all jobs of the node share: two jobs would both count them."""
@@ -216,7 +214,6 @@ class NodeMonitor:
             self._report(f"listens at {self._address}: port {wanted} is in use on this node")
 
     def _publish(self) -> None:
-        """Write the exporter's target for Prometheus, or renew it."""
         address = target_address(self._address, self.environment, self.node)
         if not address or (address == self._published and targets.renew(self.target)):
             return
@@ -232,7 +229,6 @@ class NodeMonitor:
             self._renew_at = float("inf")
 
     def _terminate(self) -> None:
-        """End the exporter: SIGTERM, and SIGKILL after a while."""
         process = self._process
         if process is not None:
             for end, seconds in ((process.terminate, self.timing.terminate), (process.kill, 0.3)):
@@ -242,7 +238,6 @@ class NodeMonitor:
                     return
 
     def _last_line(self) -> str:
-        """Return the last line of the exporter's log, without hints."""
         text = self._file("log").read_text("utf-8", "replace")
         lines = [line.removeprefix("hpml: ") for line in text.splitlines() if line.strip()]
         messages = [line for line in lines if not line.startswith("hint: ")]

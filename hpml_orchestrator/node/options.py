@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.node.environment import CheckpointOptions, read_option
-from hpml_orchestrator.staging import StageRequest
+from hpml_orchestrator.staging.request import StageRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-__all__ = [
-    "AgentOptions",
-    "BindOptions",
-    "MonitorOptions",
-    "SiteLimits",
-    "StageOptions",
-    "parse_options",
-]
 
 
 @dataclass(frozen=True)

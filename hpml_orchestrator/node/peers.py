@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
 
-__all__ = ["Peer", "Peers", "Slowest"]
-
 _REAL_TIME_SIGNALS = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
 _MAX_SECONDS = 7 * 86400.0  # a longer save or step is a mistake of the sender
 

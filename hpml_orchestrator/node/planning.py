@@ -36,16 +36,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = [
-    "NodePlan",
-    "NodeRoots",
-    "bind_alone",
-    "is_bound",
-    "plan_node",
-    "publish",
-    "unbound",
-]
-
 
 @dataclass(frozen=True)
 class NodeRoots:
@@ -234,11 +224,7 @@ def _bind_alone() -> str:
 
 
 def _apply(rank: RankPlan) -> str:
-    """Bind this rank as planned; return its binding as text.
-
-    Raises:
-        ValueError: its CPUs cannot be set.
-    """
+    """Bind this rank as planned; return its binding as text."""
     if not rank.cpus:
         return "not bound, the plan has no CPUs for this rank"
     problem = set_cpus(format_list(rank.cpus))
@@ -292,7 +278,6 @@ def _cpu_model(proc_root: str) -> str:
 
 
 def _minors(proc_root: str) -> dict[str, int]:
-    """Return PCI address to the number in the name of the device file, for NVIDIA's GPUs."""
     root = os.path.join(proc_root, "driver", "nvidia", "gpus")
     minors = {}
     for name in _names(root):
@@ -339,7 +324,6 @@ def _warnings(
     environment: Mapping[str, str],
     ranks: int,
 ) -> list[str]:
-    """Return warnings about variables whose meaning is uncertain."""
     warnings = []
     if ranks > 1 and sum(bool(gpu and gpu.parent) for gpu in devices) > 1:
         warnings.append(

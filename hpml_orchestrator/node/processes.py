@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import BindingRecord
 
-__all__ = [
-    "ProcessTable",
-    "RankRecords",
-    "StartedRank",
-    "catches",
-    "is_alive",
-    "kill_families",
-    "openmp_of",
-    "status_of",
-    "visible_of",
-]
-
 _PROCESSES_MAX = 256
 # A parent works itself if it used this much CPU time, and at least a tenth of its child's.
 _WORK_SECONDS, _WORK_PART = 1.0, 10
@@ -257,7 +245,6 @@ class ProcessTable:
             return False
 
     def _read(self, pid: int, *names: str) -> bytes:
-        """Return a file of a process; empty if it cannot be read."""
         try:
             with open("/".join((self._root, str(pid), *names)), "rb") as stream:
                 return stream.read()
@@ -280,7 +267,6 @@ def openmp_of(environment: Mapping[str, str]) -> str:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Return the CPUs of a list; none if it is damaged."""
     try:
         return frozenset(parse_list(text))
     except ValueError:

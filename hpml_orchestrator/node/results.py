@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.node.options import AgentOptions
-    from hpml_orchestrator.staging import CopyStager
-
-__all__ = ["NodeResults", "make_job_directories"]
+    from hpml_orchestrator.staging.stage import CopyStager
 
 _NOT_BEGUN = Collected(problem="the node was stopped before this was copied")
 
@@ -120,14 +118,12 @@ class NodeResults:
             sys.stderr.write(f"hpml: {self.node}: {line}\n")
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove the node's and the run's directory if they are empty."""
         with contextlib.suppress(OSError):  # there is something
             os.rmdir(directory)
             os.rmdir(os.path.dirname(directory))
 
 
 def _names(directory: str) -> list[str]:
-    """Return the first few names in a directory: the user may have meant one of them."""
     with contextlib.suppress(OSError):
         return [shown(name) for name in heapq.nsmallest(5, os.listdir(directory))]
     return []

@@ -28,8 +28,6 @@ from hpml_orchestrator.records.run import SOFTWARE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["end", "installed", "main", "nvidia_versions", "python_of", "record", "start"]
-
 _LIST_SECONDS = 1.0  # packages that are not read by then are left out
 _END_SECONDS = 5.0  # the system ends this process, whatever it waits for
 _KILL_SECONDS = 1.0
@@ -100,7 +98,6 @@ def record(attempt: Path, process: str, program: str) -> None:
 
 
 def _environment(process: str) -> dict[str, str]:
-    """Return the variables that a process was started with; empty if it has ended."""
     try:
         text = Path(process, "environ").read_bytes().decode("utf-8", "surrogateescape")
     except OSError:
@@ -131,7 +128,6 @@ def python_of(program: str, environment: Mapping[str, str], *, root: str = "") -
 
 
 def _which(program: str, environment: Mapping[str, str], root: str) -> str:
-    """Return the path of a program as its process sees it; empty if there is none."""
     if os.path.isabs(program):
         return program if os.path.exists(root + program) else ""
     directories = [path for path in environment.get("PATH", "").split(":") if os.path.isabs(path)]

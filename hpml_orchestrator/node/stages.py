@@ -14,17 +14,14 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.node.environment import job_key, node_index, node_names
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
-from hpml_orchestrator.staging import (
-    CopyOptions,
-    CopyStager,
-    StageResult,
-    StagingStopped,
-)
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import Rates, supply_for
-from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.faults import StagingStopped, shown, why
 from hpml_orchestrator.staging.link import ChainPosition
 from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
+from hpml_orchestrator.staging.request import StageResult
 from hpml_orchestrator.staging.space import capacity_at
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,9 +29,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.node.options import AgentOptions, StageOptions
     from hpml_orchestrator.records.schema import StageRecord
-    from hpml_orchestrator.staging import Supply
-
-__all__ = ["NodeStaging", "ProgressReporter", "figures_of"]
+    from hpml_orchestrator.staging.supply import Supply
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
@@ -147,11 +142,7 @@ class NodeStaging:
         return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
     def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
-        """Return how this node gets an entry that several nodes need.
-
-        Raises:
-            HpmlError: the target cannot be used, or other nodes failed.
-        """
+        """Return how this node gets an entry that several nodes need."""
         request, limits = entry.request, self.options.site
         area = self.stager.area(request.target)  # a target that cannot be used is an error at once
         try:
@@ -185,11 +176,7 @@ class NodeStaging:
             ) from error
 
     def _wait_for_others(self) -> float:
-        """Delay this task of an array, so that not all tasks start at once; return the seconds.
-
-        Raises:
-            StagingStopped: the agent must end.
-        """
+        """Delay this task of an array, so that not all tasks start at once; return the seconds."""
         limits = self.options.site
         index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
         if not index.isdecimal():

@@ -28,23 +28,11 @@ from hpml_orchestrator.placement.report import plan_lines
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.records.run import task_output
-from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
+from hpml_orchestrator.records.run import Attempt, Run, task_output
+from hpml_orchestrator.records.submission import RUN_TABLE, Submission
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import Marker, NextRecord
-
-__all__ = [
-    "EXIT_DUPLICATE",
-    "allocation",
-    "candidate_ports",
-    "claim",
-    "ephemeral_range",
-    "free_port",
-    "rendezvous",
-    "resolve",
-    "wait_ready",
-]
 
 EXIT_DUPLICATE = 75
 """Exit status of a job that found its run claimed by another job."""
@@ -189,12 +177,6 @@ def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) ->
 
     The same job may after a requeue, unless the run continues in another job. Another job may if
     the run continues, and only the continuation itself once its id is recorded.
-
-    Args:
-        last: the newest attempt.
-        claimant: the job that claimed it.
-        job_id: the job's own id.
-        submitted_id: the one that sbatch printed for it.
     """
     following: NextRecord = last.next or {}
     if following.get("how") == "continuation":
@@ -207,7 +189,6 @@ def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) ->
 
 
 def _forget(attempt: Attempt) -> None:
-    """Remove the markers of an earlier start of the same attempt."""
     for name in ("nodes", "plan", "binding", "chain"):
         for path in (attempt.directory / name).glob("*"):
             if path.is_file():

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     Ranks = Sequence[StartedRank]
 
-__all__ = ["StopPath", "terminated"]
-
 _LOOK_SECONDS = 2.0
 _PUSH_SECONDS = 1.0
 _HANG_SECONDS = 10.0  # from the stop request to the end of ranks that hang
@@ -134,7 +132,6 @@ class StopPath:
         return max(0.0, min(due, self._ask_at, self._kill_at) - now)
 
     def _judge_sigterm(self, now: float) -> None:
-        """Ask Slurm for the reason of a SIGTERM, and react."""
         self.state = self._ask(self._environment).state
         deadline = self._term_at + self._grace()
         unanswered = not self.state and now + _LOOK_SECONDS < deadline
@@ -177,13 +174,11 @@ class StopPath:
         return lead_seconds(self._options.lead, self._limit, **slowest._asdict())
 
     def _read_request(self, now: float) -> None:
-        """Check for a stop request."""
         request = self._records.stop_request()
         if request is not None:
             self._begin(str(request["reason"]), request.get("time"), now)
 
     def _request(self, reason: str, now: float) -> None:
-        """Request a stop of all nodes; the first request counts."""
         asked = self._clock()
         try:
             self._records.request_stop(reason, by=self._node, now=asked)
@@ -267,7 +262,6 @@ class StopPath:
 
 
 def _slowest_of(attempt: Attempt) -> Slowest:
-    """Return the slowest save and step of all earlier attempts of the run."""
     slowest = Slowest()
     with contextlib.suppress(HpmlError, OSError):
         for earlier in Run(attempt.directory.parents[1]).attempts():

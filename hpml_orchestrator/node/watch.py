@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.processes import StartedRank
     from hpml_orchestrator.records.process import ProcessStat
 
-__all__ = ["LOOKS_SECONDS", "Watch"]
-
 LOOKS_SECONDS = (10.0, 60.0)
 """When the live ranks are checked, after the last of them started."""
 
@@ -98,7 +96,6 @@ class Watch:
         self._conclude(math.inf)
 
     def _take(self, started: Sequence[StartedRank]) -> bool:
-        """Read the new records; return whether there were any."""
         new = started[self._taken :]
         self._taken += len(new)
         for rank in new:  # of a rank that started again, the last counts
@@ -138,7 +135,6 @@ class Watch:
         now: float,
         used: dict[tuple[int, int], tuple[int, float]],
     ) -> Process | None:
-        """Return the CPUs of a process and its load since the previous check."""
         process = processes.process(stat)
         key = stat.pid, stat.start_ticks
         used[key] = stat.cpu_ticks, now
@@ -156,7 +152,6 @@ class Watch:
         return processes.family(rank.pid, others)
 
     def _judge(self) -> NodeProof:
-        """Return the proof from the latest observations."""
         proof = judge(
             self._node_plan.topology or _NO_TOPOLOGY,
             self._node_plan.plan,
@@ -169,7 +164,6 @@ class Watch:
         return replace(proof, time=round(time.time(), 6))
 
     def _conclude(self, now: float) -> None:
-        """Write the proof, report what is wrong once, and end the ranks if the job is strict."""
         proof = self._judge()
         self._save(proof)
         rows = wrong_rows(proof)
@@ -195,7 +189,6 @@ class Watch:
         self._write("".join(f"hpml: {line}\n" for line in lines))
 
     def _end_ranks(self, number: signal.Signals) -> None:
-        """Send a signal to the live ranks of this node, and to the processes that they started."""
         processes = ProcessTable()
         for local_rank in self._ranks:
             for stat in self._family(processes, local_rank):

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
 
-__all__ = ["OnPack", "PackRequest", "PackResult", "pack"]
-
 OnPack = Callable[[int, int, int, int], None]
 """Called often with (bytes done, files done, bytes in all, files in all)."""
 
@@ -178,11 +176,6 @@ def _source(path: str) -> str:
 
 
 def _dest(request: PackRequest) -> str:
-    """Return the destination's real path.
-
-    Raises:
-        InputError: it cannot be used, or the size of shards.
-    """
     if request.shard_bytes < _LEAST_SHARD_BYTES:
         raise InputError("must be at least 64K", field="--shard-size", value=request.shard_bytes)
     dest = os.path.realpath(request.dest)
@@ -200,7 +193,6 @@ def _dest(request: PackRequest) -> str:
 
 
 def _others(above: str, name: str) -> str:
-    """Return a note about what another pack of the same name has left, or is writing."""
     prefix = f".{name}.packing-"
     with contextlib.suppress(OSError):
         left = [f"{above}/{one}" for one in os.listdir(above) if one.startswith(prefix)]

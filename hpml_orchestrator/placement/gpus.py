@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.machine import Machine
     from hpml_orchestrator.topology.model import Gpu, Topology
 
-__all__ = [
-    "VISIBLE_VARIABLES",
-    "RankGpu",
-    "domains_of_idle",
-    "gpu_name",
-    "gpus_of_ranks",
-    "local_domains",
-    "visible_devices",
-]
-
 VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that list the visible devices, the one that counts first."""
 
@@ -119,7 +109,6 @@ def visible_devices(
 
 
 def _by_uuid(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
-    """Return the GPU with a UUID; as in CUDA an unambiguous prefix is enough."""
     begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid)]
     exact = [gpu for gpu in begun if gpu.uuid.lower() == uuid]
     return exact[0] if exact else begun[0] if len(begun) == 1 else None

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["UNKNOWN_DISTANCE", "Machine"]
-
 UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
 _LOCAL, _REMOTE = 10, 20  # assumed for comparisons if distances are unknown
 

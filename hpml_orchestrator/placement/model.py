@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from hpml_orchestrator.topology.cpulist import format_list
 
-__all__ = ["PLAN_COLUMNS", "Plan", "RankPlan", "plan_json", "plan_rows"]
-
 PLAN_COLUMNS = ("rank", "GPU", "CPUs", "cores", "NUMA", "distance", "memory", "NIC", "threads")
 
 

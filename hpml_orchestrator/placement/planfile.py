@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.placement.model import Plan
 
-__all__ = ["VERSION", "find", "header", "read", "write"]
-
 VERSION = "1"
 
 

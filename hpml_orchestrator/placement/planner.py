@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.topology.model import Gpu, Nic, Topology
 
-__all__ = ["POLICIES", "plan"]
-
 POLICIES = {
     "gpu-local": "cores of the GPU's NUMA domain, then those of the nearest domains without a GPU",
     "numa": "only cores of the GPU's NUMA domain; without GPUs one rank per domain",
@@ -109,7 +107,6 @@ def plan(
 
 
 def _check(policy: str, ranks: int, ranks_per_gpu: int, loader_workers: int) -> None:
-    """Refuse invalid arguments."""
     if policy not in POLICIES:
         raise InputError(f"must be one of {', '.join(POLICIES)}", field="policy", value=policy)
     for name, value, least in (
@@ -194,7 +191,6 @@ def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
 def _groups(
     machine: Machine, homes: Sequence[int], policy: str, idle_domains: Collection[int]
 ) -> list[Group]:
-    """Return the groups of ranks that share cores, and groups without ranks for idle cores."""
     ranks: dict[int, list[int]] = {}
     for rank, home in enumerate(homes):
         ranks.setdefault(home, []).append(rank)
@@ -219,7 +215,6 @@ def _groups(
 def _rank(
     machine: Machine, owned: RankGpu, cores: Sequence[int], threads: int, loader_workers: int
 ) -> RankPlan:
-    """Return one rank's plan, but for its network card."""
     counts: dict[int, int] = {}
     for core in cores:
         counts[machine.domain_of[core]] = counts.get(machine.domain_of[core], 0) + 1
@@ -286,7 +281,6 @@ def _choose_nics(
 
 
 def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
-    """Return the domains that a card is next to; none if unknown."""
     if nic.domain is not None:
         return (nic.domain,)
     domains = machine.domains_of_cpus(nic.cpus)
@@ -294,7 +288,6 @@ def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
 
 
 def _warn_of_unknown(gpus: Sequence[RankGpu], warnings: list[str]) -> None:
-    """Warn of GPUs whose domain is unknown."""
     unknown = [gpu for gpu in gpus if gpu.gpu and not gpu.near]
     if unknown:
         warnings.append(
@@ -304,7 +297,6 @@ def _warn_of_unknown(gpus: Sequence[RankGpu], warnings: list[str]) -> None:
 
 
 def _warn_of_far_homes(gpus: Sequence[RankGpu], homes: Sequence[int], warnings: list[str]) -> None:
-    """Warn of GPUs next to which no CPU is allowed, once for each domain that ranks go to."""
     far: dict[int, list[RankGpu]] = {}
     for gpu, home in zip(gpus, homes):
         if gpu.near and home not in gpu.near:
@@ -320,7 +312,6 @@ def _warn_of_far_homes(gpus: Sequence[RankGpu], homes: Sequence[int], warnings: 
 def _warn_of_crowded(
     machine: Machine, homes: Sequence[int], cores: dict[int, list[int]], warnings: list[str]
 ) -> None:
-    """Warn of ranks that found no core left in their domain."""
     domains_of = {rank: {machine.domain_of[core] for core in mine} for rank, mine in cores.items()}
     for domain in sorted(set(homes)):
         ranks = [rank for rank, home in enumerate(homes) if home == domain]
@@ -334,7 +325,6 @@ def _warn_of_crowded(
 
 
 def _warn_of_idle(machine: Machine, groups: Sequence[Group], warnings: list[str]) -> None:
-    """Warn of cores that stay idle, since the GPUs nearest to them have no rank."""
     domains = [domain for group in groups for domain in group.domains]
     if domains:
         cores = sum(group.cores(machine) for group in groups)
@@ -345,7 +335,6 @@ def _warn_of_idle(machine: Machine, groups: Sequence[Group], warnings: list[str]
 
 
 def _names(gpus: Iterable[RankGpu]) -> str:
-    """Return the names of ranks' GPUs, each once."""
     return ", ".join(dict.fromkeys(gpu_name(owned.gpu) for owned in gpus if owned.gpu))
 
 

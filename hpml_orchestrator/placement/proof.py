@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NodeProof", "Process", "RankProof", "Seen", "proof_json", "proof_of_json"]
-
 SCHEMA_VERSION = 1
 
 

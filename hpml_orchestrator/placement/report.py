@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.placement.proof import NodeProof
 
-__all__ = [
-    "COLUMNS",
-    "PlanFigures",
-    "by_sentence",
-    "node_line",
-    "plan_figures",
-    "plan_lines",
-    "ranks_text",
-    "table",
-    "wrong_rows",
-]
-
 COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
 _ROWS_MAX = 64
 _CELL_CHARS = 40
@@ -128,7 +116,6 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _each(cores: Sequence[int], threads: Sequence[int]) -> str:
-    """Return the cores and threads of each rank as text; without threads if these are unknown."""
     return (
         " and ".join(
             _span(counts, noun) for counts, noun in ((cores, "core"), (threads, "thread")) if counts

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.placement.machine import Machine
 
-__all__ = ["Group", "choose_homes", "chunks", "even", "lend", "merge", "share_group", "share_short"]
-
 
 @dataclass
 class Group:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.proof import Process, Seen
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["NodeContext", "judge"]
-
 _WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
 _FULL_LOAD = 0.9  # of each core, from which processes wait for each other
 _SHOWN_CHARS = 60
@@ -148,7 +146,6 @@ class _Rank:
 
 
 def _start_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return the faults that hpml-bind recorded before the rank began."""
     seen, faults = rank.seen, []
     if rank.plan is None:
         faults.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
@@ -215,7 +212,6 @@ def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
 
 
 def _divides(rank: _Rank) -> bool:
-    """Return whether the rank has divided its CPUs: a shell that starts a program on each core."""
     if rank.seen.main is None or rank.seen.main.pid == rank.seen.pid:
         return False
     return any(other.cpus and rank.main.isdisjoint(other.cpus) for other in rank.seen.others)
@@ -237,7 +233,6 @@ def _elsewhere(node: _Node, rank: _Rank) -> str:
 
 
 def _crowds(node: _Node, rank: _Rank) -> list[str]:
-    """Return sentences about busy processes that share too few of the rank's CPUs."""
     working: dict[tuple[int, ...], list[Process]] = {}
     for process in rank.seen.others:
         if set(process.cpus) < rank.own and process.load >= _WORK_LOAD:
@@ -274,7 +269,6 @@ def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add a fault to ranks that share one GPU with more ranks than planned."""
     on_gpu: dict[str, list[_Rank]] = {}
     for rank in ranks:
         if rank.gpu and not rank.hides_gpus:  # hidden GPUs are a fault already

@@ -20,8 +20,6 @@ from hpml_orchestrator.records.files import names_in, read_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["END_FIELDS", "RUN_FIELDS", "Damage", "field_fault", "find_damage", "record_damage"]
-
 _BINDING_VERSION = 2
 _ENTRY_FIELDS = ("node", "path", "files", "bytes", "problem")
 

@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = [
-    "VOCABULARY",
-    "Event",
-    "append",
-    "event_fault",
-    "parse_record",
-    "read",
-    "read_all",
-    "read_milestones",
-    "read_recent",
-]
-
 VOCABULARY = (
     "queued",  # handed to the scheduler
     "started",  # the script of this attempt runs

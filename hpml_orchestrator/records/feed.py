@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeGuard
 
-__all__ = [
-    "BUCKETS",
-    "COUNTERS",
-    "GAUGES",
-    "MAX_MESSAGE_BYTES",
-    "STEP_BOUNDS_SECONDS",
-    "FeedMessage",
-    "RankFigures",
-    "decode",
-    "encode",
-    "is_number",
-    "part_of",
-]
-
 COUNTERS = (
     "samples",
     "steps",

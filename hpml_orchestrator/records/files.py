@@ -14,22 +14,6 @@ from hpml_orchestrator.errors import NotFoundError, RecordError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "append_line",
-    "create_json",
-    "fsync_dir",
-    "names_in",
-    "read_json",
-    "read_json_lines",
-    "read_lines",
-    "read_text",
-    "read_text_or_nothing",
-    "write_json",
-    "write_text",
-    "write_users_file",
-]
-
 SCHEMA_VERSION = 1
 """Version of every record that this hpml writes; a reader refuses what is newer."""
 
@@ -91,7 +75,6 @@ def create_json(path: PathLike, record: Mapping[str, object]) -> bool:
 
 @contextlib.contextmanager
 def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterator[str]:
-    """Yield a durable temporary file next to a target, and make what is done with it durable."""
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 
-__all__ = ["run_git"]
-
 # Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
 # `git diff` would write the index anew where only times differ, for which it asks no other option.
 _QUIET = ("core.hooksPath=/dev/null", "core.fsmonitor=", "diff.autoRefreshIndex=false")

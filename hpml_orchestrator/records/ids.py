@@ -13,8 +13,6 @@ from hpml_orchestrator.records.texts import clock_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ID_PATTERN", "MAX_NAME_CHARS", "dated", "named_by", "new_id", "stamp", "stamp_of"]
-
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
 MAX_NAME_CHARS = 40
@@ -85,5 +83,4 @@ def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list
 
 
 def _dated_length(sid: str) -> int:
-    """Return the number of characters of an id's name and date."""
     return len(sid) - len("-hhmmss-") - len(sid.rsplit("-", 1)[1])

@@ -6,8 +6,6 @@ import os
 import re
 from typing import NamedTuple
 
-__all__ = ["Mount", "parse_mounts", "plain_path", "read_mounts"]
-
 _FIELDS = 6  # at least, before the separator
 
 

@@ -14,8 +14,6 @@ from hpml_orchestrator.records.process import read_stat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Owner", "boot_id", "owner_is_alive", "this_owner"]
-
 
 @dataclass(frozen=True)
 class Owner:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["ProcessStat", "live_processes", "read_stat"]
-
 
 # No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
 class ProcessStat:

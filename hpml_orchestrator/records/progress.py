@@ -14,15 +14,6 @@ from hpml_orchestrator.records.feed import is_number
 if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt
 
-__all__ = [
-    "TrainingProgress",
-    "end_margin",
-    "lead_seconds",
-    "nodes_to_avoid",
-    "progress_of",
-    "written_since",
-]
-
 _FIRST_LEAD_SECONDS = 300.0  # before any save was measured
 _LEAD_MARGIN_SECONDS = 15.0
 _LEAST_LEAD_SECONDS = 10.0

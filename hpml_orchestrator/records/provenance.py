@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import GitRecord, ProvenanceRecord
 
-__all__ = ["collect"]
-
 _GIT_TIMEOUT_SECONDS = 20
 _PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
 _DIFF_LIMIT_BYTES = 4 * 1024 * 1024

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
         StopRecord,
     )
 
-__all__ = ["PRUNED", "SOFTWARE", "Attempt", "Run", "owner_name", "task_output", "user_name"]
-
 PRUNED = "pruned"
 """Reason of a search to stop a trial that it gives up; no run continues after it."""
 
@@ -76,7 +74,6 @@ def _files(directory: Path, ending: str) -> list[Path]:
 
 
 def _records(directory: Path, ending: str) -> list[Any]:
-    """Return the JSON records with that ending, by name, without those that cannot be read."""
     records = []
     for path in _files(directory, ending):
         with contextlib.suppress(NotFoundError, RecordError):
@@ -85,7 +82,6 @@ def _records(directory: Path, ending: str) -> list[Any]:
 
 
 def _mappings(path: Path) -> Iterator[Any]:
-    """Yield the JSON objects among the lines of a file."""
     return (line for line in read_json_lines(path) if isinstance(line, dict))
 
 

@@ -12,30 +12,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "BindingRecord",
-    "CollectedEntry",
-    "EndRecord",
-    "EnvironmentFields",
-    "GitRecord",
-    "JobFields",
-    "Marker",
-    "NextRecord",
-    "ProofRecord",
-    "ProvenanceRecord",
-    "RefusalRecord",
-    "ResourceFields",
-    "RunRecord",
-    "ScheduledJob",
-    "SnapshotRecord",
-    "SoftwareRecord",
-    "StageFields",
-    "StageRecord",
-    "StopRecord",
-    "SubmitRecord",
-    "WaitedRun",
-]
-
 
 # The complete job file of a submission, as `spec.job.Job.model_dump(mode="json")` writes it. A
 # test compares these classes with the models.

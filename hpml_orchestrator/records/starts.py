@@ -18,8 +18,6 @@ from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import create_json, read_json
 from hpml_orchestrator.records.owner import Owner, this_owner
 
-__all__ = ["Start", "mark_start", "newest_start"]
-
 
 @dataclass(frozen=True)
 class Start:

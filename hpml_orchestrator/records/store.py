@@ -15,23 +15,12 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
 from hpml_orchestrator.records.ids import ID_PATTERN, dated, named_by, stamp_of
-from hpml_orchestrator.records.run import Attempt, Run, task_output
+from hpml_orchestrator.records.run import Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
 from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-__all__ = [
-    "RUN_TABLE",
-    "Attempt",
-    "Run",
-    "Store",
-    "Submission",
-    "default_root",
-    "ids_in",
-    "open_store",
-]
 
 _NEAR_RUNS = 1000
 _TEMPORARY = re.compile(r"\..+\.tmp")
@@ -279,11 +268,7 @@ class Store:
 def _named(
     submissions: list[Submission], word: str, *, exact_name: bool = False
 ) -> Submission | None:
-    """Return the submission that a word names, None if there is none.
-
-    Raises:
-        InputError: more than one fits.
-    """
+    """Return the submission that a word names, None if there is none."""
     if word == "last":
         return next((one for one in submissions if not one.started_by), None)
     if word.isdecimal():

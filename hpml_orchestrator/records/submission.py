@@ -24,8 +24,6 @@ from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import RefusalRecord, ScheduledJob, SubmitRecord
 
-__all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Submission"]
-
 RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 STARTED_MARKER = "sbatch.started"
@@ -239,11 +237,6 @@ class Submission:
 
 
 def _checked(path: Path, fields: Fields) -> Any:
-    """Return a record that has its fields.
-
-    Raises:
-        RecordError: it cannot be read, or is damaged.
-    """
     record = read_json(path)
     if why := field_fault(record, fields):
         raise RecordError(f"{path} is damaged: {why}")

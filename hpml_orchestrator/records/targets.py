@@ -24,19 +24,6 @@ from hpml_orchestrator.records.files import write_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "RENEW_SECONDS",
-    "STALE_SECONDS",
-    "default_directory",
-    "is_loopback",
-    "publish",
-    "remove_stale",
-    "renew",
-    "target_name",
-    "withdraw",
-    "withdraw_run",
-]
-
 RENEW_SECONDS = 60.0
 """How often an agent renews its file."""
 

@@ -14,20 +14,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import CollectedEntry
 
-__all__ = [
-    "age_text",
-    "beside",
-    "clock_text",
-    "elapsed_text",
-    "exact_bytes",
-    "first_few",
-    "human_bytes",
-    "printable",
-    "rate_text",
-    "seconds_text",
-    "zoned_text",
-]
-
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
 _PREFIXES = ("", "k", "M", "G", "T", "P")

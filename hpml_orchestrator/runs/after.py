@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.records.schema import WaitedRun
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
-
-__all__ = ["pending_dependencies"]
 
 _WANTED = {"ok": "completed", "notok": "failed"}
 

@@ -22,11 +22,9 @@ from hpml_orchestrator.script.render import CODE_DIRECTORY
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["Attachment", "attachment"]
 
 _SHELL = ("bash",)
 _NAMED_NODES = 8
@@ -130,7 +128,6 @@ def attachment(
 
 
 def _directory(state: State, job: JobFields, provenance: ProvenanceRecord) -> Path:
-    """Return the directory that the ranks run in."""
     workdir = Path(job["workdir"])
     snapshot = provenance.get("snapshot")
     if not snapshot:
@@ -140,11 +137,6 @@ def _directory(state: State, job: JobFields, provenance: ProvenanceRecord) -> Pa
 
 
 def _of_job(attempt: Attempt) -> tuple[dict[str, str], frozenset[int]]:
-    """Return the variables and CPUs of a local job: those of its oldest process with the attempt.
-
-    Raises:
-        RecordError: no such process of this user is there.
-    """
     processes = marked([f"HPML_ATTEMPT_DIR={attempt.directory}"])
     for process in sorted(processes, key=lambda one: (one.start, one.pid)):
         with contextlib.suppress(OSError):

@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
 
-__all__ = [
-    "Backends",
-    "backends_of",
-    "check_backend",
-    "choose",
-    "cluster_name",
-    "elsewhere",
-    "not_here",
-    "open_backend",
-    "refuse_elsewhere",
-]
-
 Backends: TypeAlias = Callable[[str, str], Scheduler]
 """`(name, host) -> Scheduler`: every machine has its own local backend."""
 

@@ -12,10 +12,9 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
-
-__all__ = ["NOT_CANCELLED", "cancel"]
 
 NOT_CANCELLED = "not cancelled"
 """Begins the outcome of a run that may still have a job."""

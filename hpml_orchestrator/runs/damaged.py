@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.records.damage import Damage
-    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["damage_error", "damage_of", "naming_damage"]
 
 
 def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:

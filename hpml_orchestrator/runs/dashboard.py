@@ -13,11 +13,9 @@ from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import Site
-
-__all__ = ["cluster_job", "job_dashboard", "state_json"]
 
 
 def cluster_job(attempt: Attempt) -> tuple[str, str]:

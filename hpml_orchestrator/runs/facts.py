@@ -30,14 +30,12 @@ from hpml_orchestrator.topology.cpulist import parse_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import JobFields
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.reporting.description import Code
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["gather"]
 
 _COUNTERS = (
     "samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds comm_seconds "
@@ -155,12 +153,10 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
 
 
 def _code(code: Code | None) -> str:
-    """Return the commit, and whether files were changed; empty without one."""
     return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 
 
 def _ranks(summary: Summary) -> list[RankFacts]:
-    """Return the counters of each rank since its warm-up, and its node and CPUs."""
     bound = summary.bound
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}
@@ -245,7 +241,6 @@ def _measured(
 
 
 def _planned_cpus(attempt: Attempt, node: str) -> float | None:
-    """Return the number of CPUs that the plan of a node gives to its ranks."""
     from hpml_orchestrator.placement.planfile import header  # noqa: PLC0415 - seldom needed
 
     with contextlib.suppress(ValueError, HpmlError):
@@ -283,7 +278,6 @@ def _stages(summary: Summary, job: JobFields) -> list[StageFacts]:
 
 
 def _flops(summary: Summary, gpu_count: int) -> float | None:
-    """Return the FLOP/s of all GPUs, from the MFU that the training reported."""
     mfu = numbers({**summary.last_step, **summary.result}).get("mfu")
     gpus = [gpu for node in summary.monitored for gpu in node.gpus]
     peaks = specification(gpus[0].name) if gpus else None
@@ -293,7 +287,6 @@ def _flops(summary: Summary, gpu_count: int) -> float | None:
 
 
 def _accuracy(summary: Summary) -> dict[str, float]:
-    """Return the final figures of the result about the model's quality."""
     return {
         name: value
         for name, value in numbers(summary.result).items()

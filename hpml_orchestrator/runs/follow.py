@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
 from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
 from hpml_orchestrator.runs.reporting.summary import binding_of
-from hpml_orchestrator.runs.status import State, state_of
+from hpml_orchestrator.runs.state import State
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Run, Store, Submission
+    from hpml_orchestrator.records.run import Run
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
-
-__all__ = ["Tail", "read_output", "refuse_failed", "start_of_last", "wait_until_over"]
 
 _BLOCK_BYTES = 1 << 20
 _LOST_ANSWERS = 3

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["Life", "RunLimits", "life_of", "read_life", "seconds_left"]
-
 _MINUTE, _HOUR = 60, 3600
 _ADVICE_SECONDS = 300.0  # training that an advice about the saving interval needs
 _ADVICE_FACTOR = 1.5  # an interval that is nearer to the best is left alone
@@ -122,7 +120,6 @@ class Life:
 
     @property
     def _trained_unseen(self) -> bool:
-        """Whether no attempt of several reported a step, so that what was lost is unknown."""
         return len(self.attempts) > 1 and not any(one.trained_from for one in self.attempts)
 
     @property
@@ -346,7 +343,6 @@ def _newest(values: Iterable[T | None]) -> T | None:
 
 
 def _with_forecast(life: Life, limits: RunLimits) -> Life:
-    """Add how long the rest takes, and how many attempts after the one that runs."""
     left, rate = life.left_seconds, life.steps_per_second
     if left is None or not rate or life.step is None or not life.total_steps:
         return life

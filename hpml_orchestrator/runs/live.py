@@ -19,12 +19,12 @@ from hpml_orchestrator.runs.status import states
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.run import Attempt
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.prometheus import MeasuredJob, Prometheus
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["RULES", "LiveJob", "LiveJobs", "Rule"]
 
 SCHEDULER_SECONDS = 30.0
 """Least time between two questions to a scheduler."""
@@ -248,7 +248,6 @@ class LiveJobs:
         return measured
 
     def _job(self, state: State, attempt: Attempt | None, now: float) -> LiveJob:
-        """Return what records and scheduler know of a run."""
         age = left = None
         if attempt is not None and state.started:
             age = max(0.0, (state.ended or now) - state.started)
@@ -268,7 +267,6 @@ class LiveJobs:
 
 
 def _key(cluster: str, job_id: str) -> tuple[str, str]:
-    """Return the identity of a job; the id of a local run is unique by itself."""
     return ("" if job_id.startswith("local-") else cluster), job_id
 
 

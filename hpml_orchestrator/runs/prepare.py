@@ -23,20 +23,19 @@ from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
-from hpml_orchestrator.script import Capabilities, archive, directives, render
-from hpml_orchestrator.script.directives import leaves_out
-from hpml_orchestrator.script.render import CODE_DIRECTORY, SnapshotPaths
+from hpml_orchestrator.script import archive
+from hpml_orchestrator.script.directives import directives, leaves_out
+from hpml_orchestrator.script.render import CODE_DIRECTORY, Capabilities, SnapshotPaths, render
 from hpml_orchestrator.spec.load import field_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpml_orchestrator.records.schema import RunRecord, WaitedRun
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import ResolvedSite
-
-__all__ = ["Rendered", "explained", "output_directory", "prepare", "render_job", "write_rendered"]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from hpml_orchestrator.spec.address import opener_for, split_login
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError", "any_of"]
-
 TIMEOUT_SECONDS = 3.0
 """Longest wait for an answer about jobs of now, or about one job."""
 
@@ -39,13 +37,11 @@ _MOST_STEPS = 500  # of a subquery
 
 
 def _on_nodes(metric: str) -> str:
-    """Return the sum of a job's metric over its nodes, of one exporter on each."""
     node = "on (instance, job, cluster, jobid) group_left () hpml:job_exporter{$jobs}"
     return f"sum {_JOB} ({metric}{{$jobs}} * {node})"
 
 
 def _of_gpus(aggregation: str, figure: str) -> str:
-    """Return a figure by uuid, aggregated over the GPUs of each job."""
     job = "on (uuid) group_left (cluster, jobid) hpml:gpu_job{$jobs}"
     return f"{aggregation} {_JOB} ({figure} * {job})"
 
@@ -244,7 +240,6 @@ class Prometheus:
     def _query(
         self, promql: str, at: float | None = None, *, seconds: float = TIMEOUT_SECONDS
     ) -> list[tuple[dict[str, str], float]]:
-        """Return labels and value of each finite sample of an instant query, now or at a time."""
         words = {"query": promql, "timeout": f"{seconds:g}s"}
         data = urlencode(words if at is None else {**words, "time": f"{at:.3f}"}).encode()
         request = Request(f"{self.url}/api/v1/query", data)  # noqa: S310 - http or https

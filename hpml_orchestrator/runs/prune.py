@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["OVER", "Pruned", "Removed", "is_own", "prune"]
-
 OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBMITTED")
 """States in which a run may be removed."""
 
@@ -129,7 +127,6 @@ def prune(
 
 
 def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
-    """Return the chosen submissions that hold checkpoints of others, each with one of those."""
     used = {}
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
@@ -149,7 +146,6 @@ def is_own(path: Path) -> bool:
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:
-    """Return why a submission must not be removed; empty if it may be."""
     if not state.over:
         return f"has not ended: {state.text}"
     try:
@@ -222,7 +218,6 @@ class _Remover:
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
     def _local_jobs(self, sid: str, directory: Path) -> list[Path]:
-        """Return the local backend's directories of a submission's jobs, on whichever host."""
         submission, found = Submission(directory), []
         with contextlib.suppress(HpmlError, KeyError, TypeError):
             record = submission.record()
@@ -246,7 +241,6 @@ class _Remover:
             self.done.bytes += info.st_blocks * _BLOCK_BYTES
 
     def _freed(self, top: Path) -> int:
-        """Return the disk space that removing a directory frees, as far as it can be read."""
         freed = 0
         for folder, _, files in os.walk(top):
             for path in (folder, *(os.path.join(folder, name) for name in files)):

@@ -10,10 +10,8 @@ from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, pars
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import JobFields
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.spec.job import Job
-
-__all__ = ["RecordedCheckpoint", "RecordedJob", "job_fields", "recorded_job"]
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from hpml_orchestrator.scheduler.recovery import Found, Undecided
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.run import Attempt
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.scheduler.model import Scheduler
-
-__all__ = ["requeue"]
 
 
 def requeue(
@@ -79,7 +79,6 @@ def requeue(
 
 
 def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
-    """Ask a running run to save and be requeued."""
     label = state.submission.label
     if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")

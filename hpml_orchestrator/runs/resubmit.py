@@ -15,19 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.records.schema import JobFields
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
-
-__all__ = [
-    "checkpoint_directory",
-    "fields_to_resubmit",
-    "last_to_save",
-    "refuse_if_continued",
-    "refuse_shared_checkpoints",
-    "refuse_to_resubmit",
-]
 
 
 def checkpoint_directory(state: State) -> str:
@@ -123,7 +115,6 @@ def _started_by_others(state: State) -> tuple[str, str] | None:
 
 
 def _not_over(state: State) -> tuple[str, str] | None:
-    """Return that a run has not ended, and what to do; None if it has."""
     label = state.submission.label
     if state.state == "NOT SUBMITTED":
         return "was not submitted yet", f"hpml submit --resume {label}"

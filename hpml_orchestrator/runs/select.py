@@ -17,20 +17,10 @@ from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
-
-__all__ = [
-    "STATES",
-    "named",
-    "one_run",
-    "parse_states",
-    "run_name",
-    "select",
-    "sweep_of",
-    "unfinished",
-]
 
 _NAMED_TASKS = 3
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import SnapshotRecord
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["Snapshot", "find"]
-
 MAX_UNTRACKED_BYTES = 100 * 1024**2
 """Largest size of all files that git neither tracks nor ignores: more is hardly code."""
 
@@ -118,7 +116,6 @@ class Snapshot:
         return entries, version
 
     def _check(self, entries: dict[str, _Entry]) -> None:
-        """Refuse a snapshot without the job's script or workdir, or with far more than code."""
         ignored = ""
         if self.script is not None and self.script not in entries:
             ignored = f"script {os.path.join(self.top, self.script)!r}"
@@ -200,7 +197,6 @@ def find(job: Job) -> Snapshot:
 
 
 def _relative(path: str | Path, top: str) -> str:
-    """Return a path relative to the top of a working tree; empty unless below it."""
     real, start = os.path.realpath(path), top.rstrip("/") + "/"
     return real.removeprefix(start) if real.startswith(start) else ""
 
@@ -243,11 +239,6 @@ def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[st
 
 
 def _git(directory: str, *arguments: str, check: bool = True) -> str:
-    """Return what git prints about a directory.
-
-    Raises:
-        InputError: git is missing, or fails and `check` is set.
-    """
     try:
         done = run_git(directory, *arguments)
     except FileNotFoundError:

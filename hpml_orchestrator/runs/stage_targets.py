@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["NodeRoom", "is_compressed", "resolve_stage_targets", "room_of_site"]
-
 RAM_SHARE = 0.5
 """Share of the memory not requested by the job that staging may use: the rest
 is for the page cache, for other jobs, and for what the job did not foresee."""
@@ -162,12 +160,6 @@ def _size(stage: Stage, index: int) -> int:
 
 
 def _bytes_in_ram(stage: Stage) -> int | None:
-    """Return the RAM that staging an entry takes; None if unknown before unpacking.
-
-    Raises:
-        HpmlError: an archive or pack is damaged, or not of the kind in the job file.
-        OSError: it cannot be read.
-    """
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - only for `target: auto`
     from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415 - as above
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage

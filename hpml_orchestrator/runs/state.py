@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
-from hpml_orchestrator.records.store import Run
+from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState, parse_state
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.schema import SubmitRecord
-    from hpml_orchestrator.records.store import Submission
-
-__all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reopen", "run_of"]
+    from hpml_orchestrator.records.submission import Submission
 
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
@@ -245,7 +243,6 @@ def read_ends(base: State) -> dict[int | None, State]:
 
 
 def _read(path: Path) -> _Ends:
-    """Return a record of ends; an empty one if missing or damaged: other records have the same."""
     try:
         record = read_json(path)
         tasks = {int(index): _End.read(end) for index, end in record.get("tasks", {}).items()}
@@ -255,7 +252,6 @@ def _read(path: Path) -> _Ends:
 
 
 def _tasks(base: State, ends: _Ends, job_id: str) -> dict[int | None, State]:
-    """Return what is known of the ends of tasks that have not been continued since."""
     submission = base.submission
     continued = submission.continued() if ends.tasks else {}
     tasks: dict[int | None, State] = {}
@@ -310,7 +306,6 @@ def _unfinished(tasks: Sequence[State]) -> str:
 
 
 def _counted_as(task: State) -> str:
-    """Return as what a task is counted; one that may be requeued is waiting."""
     if not task.over and task.state in _WORST_FIRST:
         return "waiting"
     return _COUNTED_AS.get(task.state, task.state.lower().replace("_", " "))

@@ -27,14 +27,14 @@ from hpml_orchestrator.scheduler.recovery import Absent, Found
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import EndRecord
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
-
-__all__ = ["UNREADABLE", "State", "state_of", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
@@ -120,7 +120,6 @@ def state_of(
 
 
 def _chosen(state: State, submission: Submission) -> State:
-    """Return the state of the chosen task, or that of the whole submission."""
     whole = replace(state, submission=submission)
     tasks = (task for task in state.tasks if task.submission.index == submission.index)
     return state if submission.index is None else next(tasks, whole)
@@ -136,7 +135,6 @@ def _elsewhere(
     backends: Backends,
     query_error_of: Callable[[tuple[str, str]], str],
 ) -> State | None:
-    """Return the state of a submission of another cluster; None for one of the scheduler's own."""
     if not base.cluster:
         return None
     query_error = query_error_of(scheduler)
@@ -176,7 +174,6 @@ def _without_job(
 def _find_next(
     store: Store, submission: Submission, scheduler: Callable[[], Scheduler], now: float
 ) -> None:
-    """Record the continuation of a run whose script or hpml was killed while it submitted it."""
     if submission.is_array():
         return  # `hpml requeue` looks for that of a task
     newest = run_of(submission).newest()
@@ -269,16 +266,7 @@ def _merge_status(
     other: bool,
     now: float,
 ) -> State:
-    """Combine the scheduler's status of one job with the records of the job.
-
-    Args:
-        base: the submission, or one task of it, with its job.
-        asked: returns what it asked for.
-        status: from the scheduler; None if it does not know the job.
-        query_error: why the scheduler did not answer; empty if it did.
-        other: whether another job has that id now.
-        now: seconds since the epoch.
-    """
+    """Combine the scheduler's status of one job with the records of the job."""
     submission, job_id = base.submission, base.job_id
     # A waiting task has recorded nothing, and there may be ten thousand of them.
     waits = submission.index is not None and status is not None and status.state.waiting
@@ -389,7 +377,6 @@ def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], Record
 
 
 def _binding_error(attempt: Attempt) -> str:
-    """Return the first rank that is not bound as planned; missing ranks have no proof."""
     wrong = [
         f"rank {rank.get('rank')} on {proof.get('node')} {rank['wrong'][0]}"
         for proof in attempt.proofs()

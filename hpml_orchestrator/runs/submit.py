@@ -34,20 +34,11 @@ from hpml_orchestrator.scheduler.recovery import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import WaitedRun
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.scheduler.model import Scheduler
-
-__all__ = [
-    "AGAIN_SECONDS",
-    "STALE_SECONDS",
-    "determine_outcome",
-    "known_absent",
-    "next_outcome",
-    "request_of",
-    "resume",
-    "submit",
-]
 
 _SHORT_GRACE_SECONDS = 30.0
 """How long a request may still reach the controller when hpml and its sbatch, both on this machine,
@@ -236,7 +227,6 @@ def known_absent(store: Store, submission: Submission) -> Absent | None:
 
 
 def _claimed_ids(store: Store, submission: Submission) -> list[str]:
-    """Return the ids that jobs of a submission have recorded themselves."""
     if submission.is_array():  # a task that has not started has no directory
         runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
     else:

@@ -18,8 +18,6 @@ from hpml_orchestrator.script import template
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.script.user_template import UserEnvironment, fault_of
 
-__all__ = ["Template", "eject", "own_names", "templates"]
-
 _SUFFIX = ".sh.j2"
 _BASE = "base"
 

@@ -35,10 +35,8 @@ from hpml_orchestrator.spec.load import (
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.apply import Chosen, Made
     from hpml_orchestrator.records.schema import JobFields, SubmitRecord
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.spec.site import ResolvedSite
-
-__all__ = ["Tuned", "job_of_run", "refuse_unchangeable", "tune", "write_tuned"]
 
 _POINT = re.compile(r"\{(point\.[^{}]+)\}")
 
@@ -82,7 +80,6 @@ def job_of_run(submission: Submission) -> JobFields:
 
 
 def _point_values(submission: Submission) -> Mapping[str, str]:
-    """Return what `points.sh` sets for a task of a sweep."""
     script = read_text_or_nothing(submission.directory / "points.sh")
     index = submission.index or 0
     line = next((one for one in script.splitlines() if one.startswith(f"{index}) ")), "")
@@ -91,7 +88,6 @@ def _point_values(submission: Submission) -> Mapping[str, str]:
 
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
-    """Return nested values with those of a point in the place of the placeholders."""
     if isinstance(value, str):
         return _POINT.sub(lambda match: values.get(variable(match[1]), match[0]), value)
     if isinstance(value, dict):
@@ -172,7 +168,6 @@ def _by_hand(made: Made) -> str:
 
 
 def _document(source: Path) -> tuple[dict[str, object] | None, str, tuple[str, ...]]:
-    """Return the fields and the text of a job file; None with the reason if it is not there."""
     try:
         fields = read_fields(source)
         text = source.read_text(encoding="utf-8-sig")
@@ -185,7 +180,6 @@ def _document(source: Path) -> tuple[dict[str, object] | None, str, tuple[str, .
 
 
 def _plain(value: Any) -> Any:
-    """Return values without the spelling that their numbers keep."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -196,12 +190,10 @@ def _plain(value: Any) -> Any:
 
 
 def _written_fields(job: Job) -> dict[str, object]:
-    """Return the fields of a job that are not the default."""
     return job.model_dump(mode="json", exclude_defaults=True)
 
 
 def _as_written(ran: JobFields, now: Job) -> JobFields:
-    """Return the job of a run with what hpml measured, or what concerned that run alone, undone."""
     job, today = copy.deepcopy(ran), job_fields(now)
     job["after"] = today["after"]
     for entry, written in zip(job["stage"], today["stage"], strict=False):
@@ -285,7 +277,6 @@ class _Writer:
     def _set(
         self, text: str, name: str, value: object, whole: Mapping[str, object], comment: str
     ) -> str:
-        """Return the text with a field of the complete job, in the form that the file has."""
         fields = parse_yaml(text, str(self._target))
         top, _, inner = name.partition(".")
         if inner and top in fields and expand_shorthand(top, fields[top]) is not fields[top]:
@@ -297,7 +288,6 @@ class _Writer:
 
 
 def _has_entry(entries: object, inner: str) -> bool:
-    """Return whether a list has that entry, or could have it next."""
     if not isinstance(entries, list) or not entries:
         return False
     index = inner.partition(".")[0]

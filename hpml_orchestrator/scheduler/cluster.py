@@ -9,18 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "Association",
-    "Cluster",
-    "ClusterLimits",
-    "Gres",
-    "Node",
-    "Partition",
-    "Qos",
-    "node_state",
-    "takes_jobs",
-]
-
 
 @dataclass(frozen=True, order=True)
 class Gres:

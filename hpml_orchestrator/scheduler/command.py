@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "Clock",
-    "CommandMissing",
-    "Completed",
-    "ConfigurationMissing",
-    "Runner",
-    "SubprocessRunner",
-    "check_configuration",
-]
-
 _SLURM_COMMANDS = frozenset(
     "sacct sacctmgr sbatch scancel scontrol sdiag sinfo squeue srun sshare".split()
 )

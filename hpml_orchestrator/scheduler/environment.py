@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["job_environment"]
-
 _DROPPED_PREFIXES = tuple(
     "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ PMI_ PMI2_ PMIX_ OMPI_ "
     "PRTE_ HPML_ PET_ TORCHELASTIC_ HOROVOD_ SSH_ XDG_SESSION_ TMUX".split()

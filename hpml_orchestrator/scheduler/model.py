@@ -12,17 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "STATE_FLAGS",
-    "Dependency",
-    "JobState",
-    "JobStatus",
-    "Scheduler",
-    "SubmitRequest",
-    "parse_state",
-    "representative",
-]
-
 
 class JobState(enum.StrEnum):
     """State of a job, by Slurm's names; a state that is not known is UNKNOWN, never an error."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ClusterShell.NodeSet import NodeSet
 
-__all__ = ["MAX_NODES", "expand", "fold"]
-
 MAX_NODES = 65_536  # as many as Slurm itself takes in one list
 _HINT = "a list of nodes looks like node[1-3,7],login1"
 _RANGES = r"\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\]"

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = [
-    "GRACE_SECONDS",
-    "UNAVAILABLE_SECONDS",
-    "Absent",
-    "Found",
-    "Outcome",
-    "Undecided",
-    "recover",
-]
-
 GRACE_SECONDS = 120.0
 """How long an invisible sbatch may still be running, on this machine or another."""
 
@@ -152,7 +142,6 @@ def recover(
 
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
-    """Decide for an sbatch that was started, is gone, and left no visible job."""
     stderr = read_text_or_nothing(directory / "sbatch.err")
     refused = final_refusal(stderr)
     if refused:

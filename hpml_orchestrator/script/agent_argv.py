@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["agent_argv", "bases_of", "own_directories"]
-
 _BASES = ("shm", "local")
 _SIZES = ("shared_rate", "link_rate", "disk_rate")
 
@@ -62,7 +60,6 @@ def _json(fields: dict[str, object]) -> str:
 
 
 def _changed(model: BaseModel, *names: str) -> dict[str, object]:
-    """Return the fields that do not have their default."""
     values = {name: getattr(model, name) for name in names}
     fields = type(model).model_fields
     return {name: value for name, value in values.items() if value != fields[name].default}

@@ -18,8 +18,6 @@ from types import CodeType
 
 from hpml_orchestrator import assets
 
-__all__ = ["build", "node_files"]
-
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOMS = ("records", "staging", "topology", "placement", "node")
 _MAIN = """\
@@ -69,6 +67,5 @@ def build() -> bytes:
 
 
 def _named(code: CodeType, name: str) -> CodeType:
-    """Return code with another file name, which its path in this installation is not part of."""
     consts = (_named(one, name) if isinstance(one, CodeType) else one for one in code.co_consts)
     return code.replace(co_filename=name, co_consts=tuple(consts))

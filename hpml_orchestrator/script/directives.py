@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import DirectiveRule, ResolvedSite, Site
 
-__all__ = [
-    "can_requeue",
-    "directives",
-    "effective_job",
-    "leaves_out",
-    "memory_mebibytes",
-    "whole_nodes",
-    "without_time",
-]
-
 _COUNTS = {
     "nodes": "nodes",
     "ntasks-per-node": "ranks_per_node",
@@ -112,7 +102,6 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
 
 
 def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[str]:
-    """Return the options as the rules change them."""
     changed = []
     for option in options:
         name, value = _split(option)
@@ -198,7 +187,6 @@ def _split(option: str) -> tuple[str, str]:
 
 
 def _renamed(pattern: str, value: str) -> str:
-    """Return `--gres=gpu:{item}` with each part of the value, or `{value}` with all of it."""
     option, separator, text = pattern.partition("=")
     if "{item}" in text:
         text = ",".join(text.replace("{item}", item) for item in value.split(","))
@@ -206,7 +194,6 @@ def _renamed(pattern: str, value: str) -> str:
 
 
 def _field_of(job: Job, name: str, option: str) -> str:
-    """Return the field that asks for an option; empty where hpml itself adds it."""
     if option in job.resources.extra:
         return "resources.extra"
     field = _FIELDS.get(name, "")

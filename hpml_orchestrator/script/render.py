@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["CODE_DIRECTORY", "MAX_SCRIPT_BYTES", "Capabilities", "SnapshotPaths", "render"]
-
 CODE_DIRECTORY = "code"
 """Name of the snapshot in the submission's directory."""
 
@@ -178,13 +176,11 @@ def _needed_variables(job: Job) -> list[str]:
 
 
 def _in_code(path: str) -> template.Raw:
-    """Return the word of a path in the snapshot; it names no submission, as the script must not."""
     rest = f"/{template.quote(path)}" if path else ""
     return template.Raw(f"{_SUBMISSION}/{CODE_DIRECTORY}{rest}")
 
 
 def _places(job: Job, site: ResolvedSite | None) -> dict[str, object]:
-    """Return where the nodes keep what is staged, and how they reach one another."""
     if site is None:
         return {"ram": None, "scratch": None, "interfaces": ""}
     partition = job.resources.partition
@@ -210,13 +206,7 @@ def _stage(stage: Stage, why: str) -> dict[str, object]:
 def _container(
     job: Job, workdir: template.Raw, *, is_copy: bool
 ) -> tuple[list[template.Raw], list[template.Raw]]:
-    """Return words of apptainer or enroot before the ranks' command, and pyxis' options of srun.
-
-    Args:
-        job: the job, complete.
-        workdir: the shell word of the ranks' directory.
-        is_copy: whether the code is a snapshot in the submission.
-    """
+    """Return words of apptainer or enroot before the ranks' command, and pyxis' options of srun."""
     container = job.environment.container
     if container is None:
         return [], []

@@ -15,8 +15,6 @@ from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Raw", "ScriptEnvironment", "environment", "own_directory", "word"]
-
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
 _LINE = 100  # columns of a command's lines
 _BREAK = " \\\n  "

@@ -18,14 +18,6 @@ from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "UserEnvironment",
-    "check_script",
-    "check_setup",
-    "fault_of",
-    "render_user_template",
-]
-
 _HINT = "`hpml template list` shows the templates in use; hpml's own are hpml/NAME.sh.j2"
 _SUPER = "write {{ super() }} in the block"
 _BASH_SECONDS = 10.0

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Store
 
-__all__ = ["DoctorFinding", "examine"]
-
 _TIMEOUT_SECONDS = 15
 _OLDEST_SLURM = (22, 5)
 _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
@@ -94,7 +92,6 @@ def examine(store: Store, *, site: str = "") -> list[DoctorFinding]:
 
 
 def _finding(check: str, found: str | None, absent: str, hint: str = "") -> DoctorFinding:
-    """Return `ok` with what was found, else `missing` with a hint, or `none` without one."""
     if found:
         return DoctorFinding(check, "ok", found)
     return DoctorFinding(check, "missing" if hint else "none", absent, hint)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Runner
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["ProfileDraft", "initialise", "profile_path", "save"]
-
 _REFUSALS_SHOWN = 4
 
 
@@ -70,7 +68,6 @@ class ProfileDraft:
         }
 
     def _accounts(self) -> list[str] | None:
-        """Return the user's accounts; None if Slurm's accounting did not answer."""
         found = self.cluster.associations
         return None if found is None else list(dict.fromkeys(one.account for one in found))
 

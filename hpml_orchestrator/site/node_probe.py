@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hpml_orchestrator import assets
 
-__all__ = ["Interface", "NodeProbe", "ScratchDirectory", "command", "parse"]
-
 _BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
 _TOPOLOGY = "=== hpml topology ==="
 _SHARED = re.compile(

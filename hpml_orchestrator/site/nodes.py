@@ -16,8 +16,6 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Node
 
-__all__ = ["NodeGroup", "fold", "gpu_text", "group_nodes"]
-
 _MAX_KINDS = 64
 """Above this number of kinds features are ignored, then disks and memory."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Runner
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["probe"]
-
 _IMMEDIATE_SECONDS = 30  # in the queue
 _TIMEOUT_SECONDS = 90.0
 _AT_ONCE = 8

@@ -14,14 +14,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = [
-    "NodePaths",
-    "node_paths",
-    "prometheus_of_site",
-    "site_for",
-    "topology_faults",
-]
-
 
 class NodePaths(NamedTuple):
     """Where this node stages data, and the site's limits on opening files."""
@@ -128,7 +120,6 @@ def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str =
 
 
 def _expanded(path: str, environment: Mapping[str, str]) -> str:
-    """Return a path with its first variable replaced; empty if that is not set."""
     variable = re.match(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
     if variable is None:
         return path

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.site.nodes import NodeGroup
 
-__all__ = ["Origin", "profile_text", "release"]
-
 _WIDTH = 98
 _SHOWN_OUT = 5
 _WHOLE_NODES = """\
@@ -112,7 +110,6 @@ def release(version: Sequence[int]) -> str:
 
 
 def _remark(text: str) -> str:
-    """Return a comment, wrapped to the width of the file."""
     lines = textwrap.wrap(printable(text), _WIDTH, break_long_words=False)
     return "".join(f"# {line}\n" for line in lines)
 
@@ -120,7 +117,6 @@ def _remark(text: str) -> str:
 def _toml(
     model: type[BaseModel], given: Mapping[str, object], remarks: Mapping[str, str] | None = None
 ) -> str:
-    """Return settings of a section of the profile, without what is None or the section refuses."""
     known = {name: value for name, value in given.items() if value is not None}
     refused: set[object] = set()
     try:
@@ -140,12 +136,10 @@ def _toml(
 
 
 def _off(name: str, value: str, remark: str = "") -> str:
-    """Return a setting that is off, below its remark."""
     return f"{_remark(remark)}#{name} = {tomlkit.item(value).as_string()}\n"
 
 
 def _is_word(name: str) -> bool:
-    """Whether a profile can hold the name of a partition or account."""
     return bool(_toml(models.Site, {"cluster": name}))
 
 
@@ -231,7 +225,6 @@ def _memory(mebibytes: int | None) -> str | None:
 
 
 def _duration(seconds: int | None) -> str | None:
-    """Return a time limit; None for zero, which Slurm does not mean."""
     if seconds is None:
         return "unlimited"
     return values.format_time(seconds) if seconds > 0 else None
@@ -280,7 +273,6 @@ def _node_type(group: NodeGroup, origin: Origin) -> str:
 
 
 def _probe_remark(probe: NodeProbe) -> str:
-    """Return what a probe found on a node of this kind."""
     lines = [f"Found on {probe.host}:"]
     if not any(place.name == "ram" and place.writable for place in probe.places):
         lines.append("- no writable /dev/shm: stage with `target: local`")

@@ -14,15 +14,6 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
-__all__ = [
-    "LOCAL_NAMES",
-    "opener_for",
-    "read_credentials",
-    "read_secret",
-    "split_login",
-    "web_address",
-]
-
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 

@@ -7,8 +7,6 @@ from datetime import datetime
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import read_span
 
-__all__ = ["parse_age", "parse_since"]
-
 
 def parse_age(text: str, *, field: str) -> float:
     """Return the seconds of an age such as 7d.

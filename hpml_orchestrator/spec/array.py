@@ -6,8 +6,6 @@ import functools
 import re
 from dataclasses import dataclass
 
-__all__ = ["ArraySpec", "parse_array", "row_covers_task"]
-
 _MAX_INDEX = 4_000_000
 """The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
 

@@ -12,8 +12,6 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, field_valida
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.text import BRACES, PLACEHOLDER, Model, intended_placeholder
 
-__all__ = ["REASONS", "SIGNALS", "Checkpoint", "Reason"]
-
 Reason = Literal["time_limit", "preemption", "node_failure", "hang"]
 REASONS: tuple[Reason, ...] = ("time_limit", "preemption", "node_failure", "hang")
 """Ends after which a run can continue by itself."""
@@ -27,7 +25,6 @@ _UNSTOPPABLE = frozenset({"KILL", "STOP"})
 
 
 def _time_or(word: Literal["auto", "off"], value: object) -> object:
-    """Return a time as Slurm writes it, or the word for no time."""
     if isinstance(value, str) and value.strip().lower() == word:
         return word
     if word == "off" and value is False:
@@ -46,7 +43,6 @@ def _reasons(value: object) -> object:
 
 
 def _signal(value: object) -> object:
-    """Return the name of a signal without SIG."""
     if value is None:
         return None
     number = value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -11,8 +11,6 @@ from pydantic import StrictBool, field_validator, model_validator
 from hpml_orchestrator.spec import text
 from hpml_orchestrator.spec.text import Model
 
-__all__ = ["Collect", "Stage"]
-
 
 class Stage(Model):
     """Data that is brought to every node before the ranks start."""

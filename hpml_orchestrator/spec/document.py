@@ -17,8 +17,6 @@ from ruamel.yaml.nodes import ScalarNode
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 
-__all__ = ["parse_toml", "parse_yaml", "read_mapping"]
-
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _MAX_VALUES = 200_000
 _MAX_DEPTH = 32
@@ -74,11 +72,6 @@ def read_mapping(
 
 
 def _refuse_program(source: Path, text: str, kind: str) -> None:
-    """Refuse a program in place of a file that describes one, and show the next step.
-
-    Raises:
-        InputError: it is a shell script or a Python file.
-    """
     shebang = re.match(r"#!.*?\b(python|(?:ba|da|k|z)?sh\b)", text)
     is_python = source.suffix == ".py" or (shebang is not None and shebang[1] == "python")
     is_batch = re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
@@ -174,7 +167,6 @@ def parse_toml(text: str, source: str) -> Any:
 
 
 def _check_size(data: object, source: str) -> None:
-    """Refuse data that is too deep, or too large once aliases are followed."""
     waiting, count = [(data, 1)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -200,7 +192,6 @@ _YAML_HINTS = (
 
 
 def _one_line(text: str) -> str:
-    """Return a parser's message on one line, without its advice for programmers."""
     text = text.partition("To suppress this check")[0].replace(' in "<file>",', " in")
     text = text.partition("; use sys.set_int_max_str_digits")[0]
     return " ".join(line.strip() for line in text.splitlines() if line.strip())[:_MAX_MESSAGE_CHARS]

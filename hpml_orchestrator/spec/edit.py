@@ -10,8 +10,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNode
 
-__all__ = ["CannotEditError", "block_text", "flow_text", "set_field"]
-
 _WIDE = 1 << 30  # no value is broken over lines
 
 
@@ -59,7 +57,6 @@ def flow_text(value: object) -> str:
 
 
 def _beside(value: object, around: Node | None) -> str:
-    """Return a value on one line, in an entry of what is around: fewer quotes than on one line."""
     if isinstance(value, str) and "\n" not in value and not _is_flow(around):
         return _dumped(value, flow=False).removesuffix("...\n").strip()
     return flow_text(value)
@@ -129,7 +126,6 @@ def _set(text: str, path: Sequence[str], value: object) -> str:
 
 
 def _filled(text: str, around: Node, node: Node, value: object) -> str:
-    """Return the text with a value for a key that has none: `stage:`."""
     if not isinstance(around, MappingNode):
         raise CannotEditError("an entry of a list is empty")
     end = _colon(text, around, node)
@@ -137,7 +133,6 @@ def _filled(text: str, around: Node, node: Node, value: object) -> str:
 
 
 def _colon(text: str, around: MappingNode, node: Node) -> int:
-    """Return where the colon of the key of a node ends."""
     key = next(key for key, inner in around.value if inner is node)
     return text.index(":", key.end_mark.index) + 1
 
@@ -145,7 +140,6 @@ def _colon(text: str, around: MappingNode, node: Node) -> int:
 def _replaced(
     text: str, path: Sequence[str], node: Node, value: object, around: Node | None
 ) -> str:
-    """Return the text with another value in the place of a node, by its entries if they stay."""
     if isinstance(node, MappingNode) and isinstance(value, dict) and value and node.value:
         for key in [str(key.value) for key, _ in node.value]:
             if key not in value:
@@ -164,7 +158,6 @@ def _replaced(
 
 
 def _over(text: str, node: Node, value: object, around: Node | None) -> str:
-    """Return the text with a value on one line in the place of all of a node."""
     start, end = node.start_mark.index, _end(text, node)
     if isinstance(around, MappingNode):
         colon = _colon(text, around, node)
@@ -185,7 +178,6 @@ def _value_of(text: str, node: Node) -> tuple[object, type]:
 
 
 def _inserted(text: str, around: Node, entry: str) -> str:
-    """Return the text with one more entry at the end of a mapping or list."""
     is_list = isinstance(around, SequenceNode)
     if not around.value:
         start, end = around.start_mark.index, around.end_mark.index  # of `[]` or `{}`
@@ -201,7 +193,6 @@ def _inserted(text: str, around: Node, entry: str) -> str:
 
 
 def _without(text: str, around: Node, node: Node) -> str:
-    """Return the text without an entry of a mapping."""
     if not isinstance(around, MappingNode):
         raise CannotEditError("an entry of a list cannot be removed")
     place = next(index for index, (_, value) in enumerate(around.value) if value is node)
@@ -222,7 +213,6 @@ def _without(text: str, around: Node, node: Node) -> str:
 
 
 def _end(text: str, node: Node) -> int:
-    """Return where a node ends: of a block the end of its last entry, not of what follows."""
     if isinstance(node, ScalarNode):
         end = int(node.end_mark.index)
         is_block = node.style in ("|", ">") or end == node.start_mark.index
@@ -234,7 +224,6 @@ def _end(text: str, node: Node) -> int:
 
 
 def _with_comment(text: str, path: Sequence[str], comment: str) -> str:
-    """Return the text with a comment above the line on which a field, or what it is in, begins."""
     nodes = _find(text, path)
     for depth in range(len(nodes) - 1, 0, -1):
         around, node = nodes[depth - 1], nodes[depth]

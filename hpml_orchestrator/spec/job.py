@@ -22,18 +22,6 @@ from hpml_orchestrator.spec.checkpoint import Checkpoint
 from hpml_orchestrator.spec.data import Collect, Stage
 from hpml_orchestrator.spec.text import MAX_LIST, Model
 
-__all__ = [
-    "MAX_LIST",
-    "Binding",
-    "Container",
-    "Environment",
-    "Job",
-    "Mail",
-    "Monitor",
-    "Resources",
-    "expand_shorthand",
-]
-
 
 def _no_dash(value: str | None) -> str | None:
     if value is not None and value.startswith("-"):

@@ -35,18 +35,6 @@ from hpml_orchestrator.spec.text import (
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = [
-    "ResolvedJob",
-    "field_value",
-    "leaves",
-    "load_job",
-    "make_absolute",
-    "merged",
-    "overlaps",
-    "parse_setting",
-    "read_fields",
-]
-
 _INDEX_DIGITS = 6
 
 
@@ -144,11 +132,6 @@ def load_job(
 
 
 def _refuse_unused(command: object, workdir: Path, arguments: Sequence[str]) -> None:
-    """Refuse arguments for a shell program that does not use them.
-
-    Raises:
-        InputError: `command` runs one.
-    """
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         return
     if ignores_arguments(command, str(workdir)):
@@ -261,7 +244,6 @@ def _unknown_placeholders(data: dict[str, object], points: Collection[str]) -> I
 def _placeholder_faults(
     value: str, known: Sequence[str], *, needed: Mapping[str, str], field: str
 ) -> Iterator[str]:
-    """Yield what is wrong with the placeholders of a text, and with what resembles one."""
     for match in BRACES.finditer(value):
         shown, name = match[0], match[1]
         follows_dollar = value[: match.start()].endswith("$")
@@ -305,7 +287,6 @@ def _names_nothing(shown: str, meant: str) -> str:
 
 
 def _texts(value: object, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and value of each text in nested mappings and lists."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, str):
         yield field, value
@@ -316,7 +297,6 @@ def _texts(value: object, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _wrong_targets(data: dict[str, object]) -> Iterator[InputError]:
-    """Yield an error for each target of results with characters that would not be expanded."""
     for index, entry in enumerate(_entries(data, "collect")):
         target = entry.get("target") if isinstance(entry, dict) else None
         if not isinstance(target, str):
@@ -328,7 +308,6 @@ def _wrong_targets(data: dict[str, object]) -> Iterator[InputError]:
 
 
 def _entries(data: dict[str, object], name: str) -> list[object]:
-    """Return the entries of a list field; none if the value is not a list."""
     entries = data.get(name)
     return entries if isinstance(entries, list) else []
 
@@ -343,7 +322,6 @@ def _origin(given: dict[str, str], name: str) -> str:
 def _drop_conflicting_defaults(
     defaults: dict[str, object], data: dict[str, object]
 ) -> dict[str, object]:
-    """Return the site's defaults without its venv for a job with conda, and the reverse."""
     chosen, below = data.get("environment"), defaults.get("environment")
     if not isinstance(chosen, dict) or not isinstance(below, dict):
         return defaults

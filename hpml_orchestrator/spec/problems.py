@@ -14,8 +14,6 @@ from hpml_orchestrator.spec.job import Job
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["combined", "problems_of"]
-
 _PART_CHARS = 60
 
 _SYNONYMS = {
@@ -121,7 +119,6 @@ def combined(problems: Sequence[InputError], hint: str) -> InputError:
 
 
 def _message(finding: ErrorDetails, value: object) -> str:
-    """Return what would be right, in words that need no knowledge of Python or pydantic."""
     kind, context = finding["type"], finding.get("ctx") or {}
     message = _SHORT_FORMS.get(context.get("class_name", "")) or _MESSAGES.get(kind)
     if message is None:
@@ -192,7 +189,6 @@ def _dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _inner_model(annotation: object) -> type[BaseModel] | None:
-    """Return the model that a field, or each of its entries, is."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner: Iterable[type[BaseModel] | None] = map(_inner_model, get_args(annotation))

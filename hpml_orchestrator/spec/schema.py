@@ -14,8 +14,6 @@ from hpml_orchestrator.spec import checkpoint, job, site, sweep
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES, PER_JOB, Site
 
-__all__ = ["job_schema", "site_schema", "sweep_schema"]
-
 
 def job_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a job file."""
@@ -43,7 +41,6 @@ def sweep_schema() -> dict[str, object]:
 
 
 def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
-    """Return a model's schema, with the docstring below each field as its description."""
     schema = model.model_json_schema()
     for name, part in [(model.__name__, schema), *schema["$defs"].items()]:
         module = next(module for module in (job, checkpoint, site, sweep) if hasattr(module, name))

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ignores_arguments"]
-
 _SHELLS = frozenset(["bash", "dash", "ksh", "sh", "zsh"])
 _WITH_VALUE = frozenset(["-o", "+o", "-O", "+O", "--rcfile", "--init-file"])
 _SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-S\s+)?)?(?:bash|dash|ksh|sh|zsh)\b")

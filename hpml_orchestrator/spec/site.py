@@ -26,21 +26,6 @@ from hpml_orchestrator.spec.load import leaves, make_absolute, merged, overlaps
 from hpml_orchestrator.spec.problems import combined, problems_of
 from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, Memory, Model, PositiveInt
 
-__all__ = [
-    "NEEDED_DIRECTIVES",
-    "PER_JOB",
-    "DirectiveRule",
-    "Limits",
-    "Monitoring",
-    "NodeType",
-    "Paths",
-    "ResolvedSite",
-    "Site",
-    "SitePartition",
-    "Staging",
-    "load_site",
-]
-
 NEEDED_DIRECTIVES = frozenset(
     {"chdir", "output", "export", "parsable", "array", "open-mode", "job-name"}
 )
@@ -399,7 +384,6 @@ def load_site(paths: list[Path]) -> ResolvedSite:
 
 
 def _make_absolute(fields: dict[str, object], base: Path) -> None:
-    """Make the paths of a profile absolute, in place, and spell out short forms in its defaults."""
     node_types = fields.get("node_types")
     kinds = node_types.values() if isinstance(node_types, dict) else []
     for owner, name in [(fields, "templates"), *((kind, "topology") for kind in kinds)]:

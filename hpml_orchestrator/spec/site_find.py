@@ -10,8 +10,6 @@ from pathlib import Path
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["PROJECT_NAME", "SYSTEM_PATH", "find_profiles", "user_path"]
-
 SYSTEM_PATH = "/etc/hpml/site.toml"
 PROJECT_NAME = "hpml.toml"
 
@@ -66,16 +64,7 @@ def find_profiles(
 
 
 def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
-    """Return whether there is a profile; a broken link or a directory is an error.
-
-    Args:
-        path: of the profile.
-        may_be_closed: False makes a directory that may not be entered an error. `su` leaves such
-            a one as current directory and home.
-
-    Raises:
-        InputError: there is something else of that name, or it cannot be looked for.
-    """
+    """Return whether there is a profile; a broken link or a directory is an error."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -26,17 +26,6 @@ from hpml_orchestrator.spec.document import read_mapping
 from hpml_orchestrator.spec.problems import combined, problems_of
 from hpml_orchestrator.spec.text import Model
 
-__all__ = [
-    "FILE_VERSION",
-    "MAX_POINTS",
-    "SEARCHES",
-    "Range",
-    "Scale",
-    "Search",
-    "Sweep",
-    "load_sweep",
-]
-
 FILE_VERSION = 1
 """The form of sweep files that this hpml reads."""
 

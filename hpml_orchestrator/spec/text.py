@@ -25,43 +25,6 @@ from hpml_orchestrator.errors import nearest
 from hpml_orchestrator.spec import values
 from hpml_orchestrator.spec.address import web_address
 
-__all__ = [
-    "BRACES",
-    "FIXED_PLACEHOLDERS",
-    "MAX_LIST",
-    "NODE_DIRECTORIES",
-    "PER_RANK",
-    "PLACEHOLDER",
-    "Address",
-    "After",
-    "Argument",
-    "Constraint",
-    "Count",
-    "Directive",
-    "DirectiveValue",
-    "GpuText",
-    "InterfaceName",
-    "JobName",
-    "Line",
-    "ListenAddress",
-    "Memory",
-    "Model",
-    "ModuleName",
-    "NodePath",
-    "OptionName",
-    "PathText",
-    "PlainWord",
-    "PositiveInt",
-    "Renamed",
-    "ShellLines",
-    "StageName",
-    "TimeText",
-    "VariableName",
-    "WebAddress",
-    "intended_placeholder",
-    "unescaped",
-]
-
 MAX_LIST = 4096
 """Most entries of a list or mapping."""
 

@@ -11,28 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "MIB",
-    "TIME_FORMS",
-    "Gpus",
-    "format_time",
-    "parse_bytes",
-    "parse_count",
-    "parse_gpu_option",
-    "parse_gpus",
-    "parse_mebibytes",
-    "parse_size_mib",
-    "parse_time",
-    "parse_time_limit",
-    "read_bytes",
-    "read_count",
-    "read_gres",
-    "read_seconds",
-    "read_span",
-    "size_text",
-    "split_list",
-]
-
 MIB = 1024**2
 _DAY, _HOUR, _MINUTE = 86_400, 3_600, 60
 _MAX_SECONDS = 3_650 * _DAY

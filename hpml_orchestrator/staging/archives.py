@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     Row = tuple[bytes, str, int, int, int, int, str]
     # type, name, mode, mtime in ns, size, offset of the data, link
 
-__all__ = ["TarSource", "check_archive"]
-
 _NANO = 1_000_000_000
 _MOST_DIGITS = 20
 _FORM = struct.Struct("100s8s16x12s12s8sc100s88x155s12x")
@@ -182,12 +180,7 @@ class TarSource:
         yield from enumerate(found)
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:
-        """Yield what the headers of one archive say.
-
-        Raises:
-            StagingError: the archive is not whole, or changed meanwhile.
-            OSError: it cannot be read.
-        """
+        """Yield what the headers of one archive say."""
         stamp = self._stamps[number]
         path, most = stamp.path, min(self._most_bytes, honest_bytes(stamp.size))
         near = _SERVED_NEAR_BYTES if readers_for(path) > 1 else _NEAR_BYTES
@@ -249,7 +242,6 @@ class _TarReader:
         self._all: list[contextlib.ExitStack] = []
 
     def _stream(self, archive: int) -> IO[bytes]:
-        """Return this thread's archive, which is opened in place of another one."""
         mine = self._local
         if getattr(mine, "archive", None) != archive:
             if not hasattr(mine, "stack"):
@@ -292,11 +284,7 @@ class _TarReader:
 
 
 def _check_end(path: str, data: IO[bytes], block: bytes) -> None:
-    """Refuse an archive whose last header is not its end, or with something behind that.
-
-    Raises:
-        StagingError, EOFError: one of these; tarfile checks neither.
-    """
+    """Refuse an archive whose last header is not its end, or with something behind that."""
     at = data.tell() - len(block)
     if len(block) < tarfile.BLOCKSIZE or block.strip(b"\0"):
         what = "a damaged header" if block else "nothing"

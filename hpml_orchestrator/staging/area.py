@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     Fill = Callable[[str, NameLock], Manifest]
     # publishes data in an entry's directory, and leaves its progress in the lock
 
-__all__ = ["JobArea", "StoreEntry"]
-
 
 class StoreEntry:
     """An entry that this process holds a lease on.
@@ -268,7 +266,6 @@ class JobArea:
     def _filled(
         self, entry: StoreEntry, fill: Fill | None, retry: Retry, lock: NameLock
     ) -> Manifest | None:
-        """Return the manifest of an entry's data, which is looked at and made if need be."""
         with as_staging_error(entry.path):
             for found in os.listdir(entry.path):
                 if found.startswith(PARTIAL):  # its stager did not complete it
@@ -293,9 +290,6 @@ class JobArea:
         """Return whether contents are right: they are read once after the machine has restarted.
 
         Names and sizes may outlive a crash that the contents of the last seconds did not.
-
-        Raises:
-            StagingStopped: should_stop returned True.
         """
         made, owner = self.store.owner_of(entry.path), self.owner()
         if made is not None and made.boot_id == owner.boot_id:
@@ -328,7 +322,6 @@ class JobArea:
         return bool(trash)
 
     def _leave(self, entry: StoreEntry) -> None:
-        """Give up an entry, and remove it if no job published anything in it."""
         trash = None
         with self.store.hold() as there:
             entry.release()
@@ -339,7 +332,6 @@ class JobArea:
 
 
 def _leased(directory: str) -> int:
-    """Return a lease on an area or entry; the store is held."""
     lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
     fcntl.flock(lease, fcntl.LOCK_SH)
     return lease

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.stage import CopyStager
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["Choice", "StageOutcome", "own_storage", "stage_chosen"]
-
 _TARGETS = ("shm", "local")
 """In the order of preference."""
 
@@ -151,7 +149,6 @@ def _allowed(room: Room) -> Room:
 
 
 def _misfit(need: Need, room: Room) -> str:
-    """Return why data do not fit; "" if they do."""
     allowed = _allowed(room)
     if fits(need, allowed):
         return ""

@@ -12,8 +12,6 @@ import os
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.process import read_stat
 
-__all__ = ["calling_process", "shell_key"]
-
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
 _RUNNERS = frozenset({"conda", "mamba", "micromamba"})  # their command is a shell script
 _WRAPPERS = _RUNNERS | frozenset(
@@ -67,7 +65,6 @@ def _helps(pid: int, above: int, proc_root: str) -> bool:
 
 
 def _outlives(pid: int, proc_root: str) -> bool:
-    """Say whether a process was made to outlive its parent, by nohup, setsid, cron or sshd."""
     stat = read_stat(pid, proc_root)
     if stat is not None and stat.session == pid:
         return True
@@ -78,7 +75,6 @@ def _outlives(pid: int, proc_root: str) -> bool:
 
 
 def _tool(pid: int, proc_root: str) -> str:
-    """Return the name of a program; of one in Python the script's."""
     name = _name(pid, proc_root)
     words = _words(pid, proc_root)
     if name.startswith("python") and len(words) > 1:

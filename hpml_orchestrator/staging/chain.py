@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
     Body: TypeAlias = Any  # what a message carries besides bytes, by its word
 
-__all__ = ["Follower", "Head"]
-
 _MOST_MESSAGES = 32  # that wait to be written; 1.25 MiB each at most
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.1
@@ -134,7 +132,6 @@ class _Member(Supply):
             self._listen(next(pauses))
 
     def _missing(self) -> list[int]:
-        """Return the indices of the neighbours that are not connected."""
         index = self._place.index
         up = [index - 1] if index and self._up is None else []
         return up + ([index + 1] if not self._place.is_last and self._down is None else [])
@@ -161,7 +158,6 @@ class _Member(Supply):
         link.send(packed(self._secret, word, body))
 
     def _pass_on(self, *messages: Buffer) -> None:
-        """Send messages to the node behind, if there is one, once it has come."""
         self._later += messages
         if self._down is not None:
             for message in self._later:
@@ -169,14 +165,6 @@ class _Member(Supply):
             self._later.clear()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Wait for a message of the neighbours, and process those that have come.
-
-        Raises:
-            PeerFailedError: a node failed; the others have the reason.
-            BrokenLinkError: a neighbour is gone or hangs.
-            StagingError: what came cannot be written.
-            StagingStopped: should_stop returned True.
-        """
         if self._place.should_stop():
             raise StagingStopped
         with contextlib.suppress(queue.Empty):
@@ -213,7 +201,6 @@ class _Member(Supply):
                 self._send(link, "fail", reason)
 
     def _wait_for(self, word: str) -> Body:
-        """Return the body of a word, once a neighbour has sent it; see `_listen`."""
         while word not in self._said:
             self._listen(_POLL_SECONDS)
         return self._said[word]
@@ -230,7 +217,6 @@ class _Member(Supply):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Give the neighbours the reason of any error in the block, and leave the chain."""
         try:
             yield
         except BrokenLinkError as error:
@@ -242,7 +228,6 @@ class _Member(Supply):
             raise
 
     def _known_reason(self, broken: BrokenLinkError) -> StagingError:
-        """Return why a neighbour was lost, if a neighbour soon gives the reason."""
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end:
             try:
@@ -361,7 +346,6 @@ class Head(_Member):
                 raise StagingStopped
 
     def _agree(self, plan: CopyPlan, source: SendingSource, digests: list[bytes]) -> None:
-        """Send the rest, wait for what the others have, and let all publish."""
         source.flush()
         digest = tree_digest(Listing.of(plan, digests), hashing())
         self._send(self._down, "end")

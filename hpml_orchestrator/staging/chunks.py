@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
     from hpml_orchestrator.staging.source import Source, SourceReader
 
-__all__ = ["ChunkWriter", "SendingSource"]
-
 _HEAD = struct.Struct(">QQI")
 _GATHERED_BYTES = 256 << 10  # small files share a message
 _AGAIN = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.copy import CopyOptions, copy
-from hpml_orchestrator.staging.faults import Problems, shown, why
+from hpml_orchestrator.staging.faults import Problems, StagingStopped, shown, why
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
 from hpml_orchestrator.staging.progress import CopyProgress
-from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.source import TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan
-
-__all__ = ["INCOMPLETE", "Collected", "collect"]
 
 INCOMPLETE = ".incomplete"
 """What the name of results ends with that are not all there."""
@@ -144,7 +141,6 @@ def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
 
 
 def _publish(partial: str, target: str, *, is_file: bool) -> str:
-    """Give results their name; returns it."""
     if is_file:  # the engine makes a directory that holds it
         (name,) = os.listdir(partial)
         os.rename(f"{partial}/{name}", target)

@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import CopyProgress
     from hpml_orchestrator.staging.source import Source, SourceReader
 
-__all__ = [
-    "CREATE",
-    "CopyOptions",
-    "check_directories",
-    "copy",
-    "make_directories",
-    "make_links",
-]
-
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_PROCESSES = 16
@@ -237,8 +228,6 @@ class _Copier:
     def _work_forked(
         self, _number: int, take: Callable[[], int | None], tell: Callable[..., None]
     ) -> None:
-        """Do what one worker does, in the forked process."""
-
         def take_batch() -> FileRange | None:
             found = take()
             return None if found is None else self._batches[found]
@@ -257,7 +246,6 @@ class _Copier:
         done: Callable[[int, int, list[tuple[int, bytes]]], None],
         whole: Retry,
     ) -> None:
-        """Copy batches with the threads of one process until none is left."""
         failed: list[BaseException] = []
         retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
         reader = self._source.reader(self._plan)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     Work = Callable[[int, Callable[[], int | None], Tell], None]
     # called in a worker with its number, what returns the next number or None, and what reports
 
-__all__ = ["run_crew"]
-
 _HEARTBEAT_SECONDS = 0.1
 _REAP_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -101,7 +99,6 @@ def _hired(processes: int, work: Work, queue: int) -> Iterator[_Worker]:
 
 
 def _feed(feed: int, numbers: Sequence[int]) -> int:
-    """Put numbers in the queue; returns how many it took."""
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         return os.write(feed, b"".join(map(_NUMBER.pack, numbers))) // _NUMBER.size
     return 0

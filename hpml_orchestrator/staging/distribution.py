@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.source import Source
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["METHODS", "Rates", "Strategy", "choose", "seconds_of", "supply_for"]
-
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
 """What a node of the chain takes before it passes on: the buffer of a relay."""
@@ -221,7 +219,6 @@ def _decide(
 
 
 def _source_bytes(request: StageRequest, plan: CopyPlan) -> int:
-    """Return how much is read: of an archive its own size, not that of what is in it."""
     if os.path.isfile(request.source):
         return os.path.getsize(request.source)
     return plan.bytes

@@ -14,23 +14,6 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "FULL",
-    "NO_ROOM_LEFT",
-    "OUTSIDE_LINKS",
-    "PATHS_TOLD",
-    "UNREADABLE",
-    "Problems",
-    "Retry",
-    "SourceChangedError",
-    "StagingStopped",
-    "brief",
-    "is_directory",
-    "request_error",
-    "shown",
-    "why",
-]
-
 T = TypeVar("T")
 
 PATHS_TOLD = 20

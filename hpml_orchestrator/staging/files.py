@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.progress import OnProgress
 
-__all__ = [
-    "CREATE_OR_OPEN",
-    "BusyError",
-    "NameLock",
-    "is_locked",
-    "remove_tree",
-    "try_lock",
-    "unlock",
-]
-
 CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _ATTEMPTS = 5
 _POLL_SECONDS = 0.1
@@ -195,8 +185,6 @@ def remove_tree(path: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a directory; what others remove at the same time is not an error."""
-
     def fault(_call: object, _path: str, found: object) -> None:
         error = found[1] if isinstance(found, tuple) else found
         if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError):

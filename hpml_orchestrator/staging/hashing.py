@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import ModuleType
 
-__all__ = [
-    "DIGEST_BYTES",
-    "Buffer",
-    "Digest",
-    "Hashing",
-    "hashed",
-    "hashing",
-    "hashing_named",
-]
-
 DIGEST_BYTES = 16
 Buffer = Union[bytes, bytearray, memoryview]
 

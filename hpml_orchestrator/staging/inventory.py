@@ -15,8 +15,6 @@ from hpml_orchestrator.staging.store import DATA, PARTIAL, NodeStore, job_of, li
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cleaned", "StoredData", "clean", "list_staged"]
-
 _OWN = ("local.dir", "shm.dir")
 
 
@@ -170,7 +168,6 @@ def _retire(store: NodeStore, group: list[str], *, dry_run: bool) -> tuple[list[
 
 
 def _look(store: NodeStore, directory: str, used_by: str = "") -> list[StoredData]:
-    """Return what is in an area or entry, which may be removed meanwhile."""
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
@@ -198,7 +195,6 @@ def _look(store: NodeStore, directory: str, used_by: str = "") -> list[StoredDat
 
 
 def _described(staged: StoredData) -> StoredData:
-    """Add the manifest of data, and whether sizes and count are right."""
     manifest = published_manifest(staged.path)
     if manifest is None:
         taken = usage(staged.path)

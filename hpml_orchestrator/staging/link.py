@@ -41,22 +41,6 @@ if TYPE_CHECKING:
     # of (link, word, body, message as it came): "data" has file contents, "lost" the reason why
     # nothing more comes, and "caller" the connection and name of the node before
 
-__all__ = [
-    "DATA",
-    "SECRET_BYTES",
-    "START",
-    "BrokenLinkError",
-    "ChainPosition",
-    "Link",
-    "Listener",
-    "connect",
-    "growing_pauses",
-    "interface_address",
-    "own_address",
-    "packed",
-    "reason_of",
-]
-
 START = "start"
 """The first node's record: the method, and of a chain the secret."""
 SECRET_BYTES = 32
@@ -261,7 +245,6 @@ class Listener:
 
 
 def _connection(sock: socket.socket, timeout: float) -> Connection:
-    """Let the kernel end calls that take too long, and notice a host that is gone."""
     sock.settimeout(None)
     limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -273,12 +256,6 @@ def _connection(sock: socket.socket, timeout: float) -> Connection:
 
 
 def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) -> None:
-    """Prove the secret to each other; a recorded conversation is of no use.
-
-    Raises:
-        ValueError: the other end does not have it.
-        OSError, EOFError: it is gone, or does not follow the protocol.
-    """
     ours = secrets.token_bytes(_DIGEST_BYTES)
     connection.send_bytes(ours)
     other = connection.recv_bytes(_DIGEST_BYTES)
@@ -355,12 +332,6 @@ class Link:
         self._deliver("lost", reason, b"")
 
     def _wait(self) -> None:
-        """Wait until something can be read.
-
-        Raises:
-            TimeoutError: nothing came in time. If this took much longer than the timeout, the
-                process was stopped, and perhaps the whole job: then it waits once more.
-        """
         began = time.monotonic()
         while not self._connection.poll(self._timeout):
             now = time.monotonic()
@@ -392,11 +363,6 @@ def packed(secret: bytes, word: str, body: object = None) -> bytes:
 
 
 def _unpacked(secret: bytes, message: bytes) -> tuple[str, object]:
-    """Return the word and body of a message.
-
-    Raises:
-        ValueError: it is damaged: only what has the right digest is unpickled.
-    """
     if message[:1] == DATA:
         return "data", memoryview(message)[1:]
     digest, data = message[1 : 1 + _DIGEST_BYTES], message[1 + _DIGEST_BYTES :]

@@ -35,20 +35,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import CopyPlan
 
-__all__ = [
-    "Listing",
-    "Manifest",
-    "VerifyReport",
-    "content_digest",
-    "damage_path",
-    "is_whole",
-    "manifest_path",
-    "published_manifest",
-    "tree_digest",
-    "verify",
-    "verify_tree",
-]
-
 _MOST_WORKERS = 16
 
 
@@ -328,7 +314,6 @@ def verify(
 
 
 def _mark(path: str, *, damaged: bool) -> None:
-    """Mark data as damaged, or remove the mark, if the directory can be written."""
     mark = damage_path(path)
     with contextlib.suppress(OSError):
         if not damaged:
@@ -346,8 +331,6 @@ def _compare(
     report: VerifyReport,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Read files and note those whose contents differ."""
-
     def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
         for number in iter(take, None):
             name = listing.files[number]

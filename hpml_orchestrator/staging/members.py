@@ -21,15 +21,6 @@ from hpml_orchestrator.staging.plan import (
     link_fault,
 )
 
-__all__ = [
-    "MOST_MEMBERS",
-    "UNKNOWN",
-    "Members",
-    "RefusedError",
-    "honest_bytes",
-    "plain_name",
-]
-
 MOST_MEMBERS = 10_000_000
 _HARMLESS_BYTES = 512 << 20
 _HONEST_RATIO = 250
@@ -170,7 +161,6 @@ class Members:
         self.problems.add(name, reason)
 
     def _new(self, name: str) -> str:
-        """Return the plain name of something that is not there yet; its directory is."""
         path = name if is_plain(name) else plain_name(name)
         if path in self._kinds:
             raise RefusedError("is in the archive twice", _TWICE)
@@ -179,7 +169,6 @@ class Members:
         return path
 
     def _below(self, path: str) -> None:
-        """See to the directories that a name implies."""
         parent = path.rpartition("/")[0]
         self._parent = ""
         if path.count("/") >= DEEPEST:

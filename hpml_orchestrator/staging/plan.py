@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     Row = tuple[str, os.stat_result | None, str]
     # (name, status, fault) of an entry; either the status or the fault is set
 
-__all__ = [
-    "DEEPEST",
-    "NO_FILE",
-    "CopyPlan",
-    "TreeEntry",
-    "data_ranges",
-    "link_fault",
-    "scan_file",
-    "scan_tree",
-]
-
 NO_FILE = "is a device, fifo or socket"
 """Why neither a regular file nor a directory or link is copied."""
 
@@ -160,7 +149,6 @@ class CopyPlan:
 
 
 def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], columns: int) -> None:
-    """Hash rows of text and numbers, as every Python writes them, with few calls."""
     digest.update(b"%d:" % len(rows))
     for at in range(0, len(rows), _ROWS_AT_ONCE):
         some = [row[:columns] for row in rows[at : at + _ROWS_AT_ONCE]]
@@ -202,7 +190,6 @@ class _Looker:
         yield from map(call, items)
 
     def _names(self, directory: str) -> list[str] | str:
-        """Return the sorted names in a directory, or what is wrong with it."""
         if directory.count("/") >= DEEPEST:
             return f"nested deeper than {DEEPEST} directories"
         self._retry.check_stop()
@@ -213,7 +200,6 @@ class _Looker:
             return why(error)
 
     def _rows(self, part: tuple[str, list[str] | str]) -> list[Row]:
-        """Look at some names of a directory."""
         directory, names = part
         if isinstance(names, str):
             return [(".", None, names)]

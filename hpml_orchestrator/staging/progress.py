@@ -12,15 +12,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.plan import TreeEntry
 
-__all__ = [
-    "FILE_COST_BYTES",
-    "CopyProgress",
-    "FileRange",
-    "OnProgress",
-    "Tally",
-    "share_out",
-]
-
 OnProgress = Callable[[int, int, int, int], None]
 """Called with (bytes done, files done, bytes in all, files in all)."""
 

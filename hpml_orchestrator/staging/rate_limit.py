@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TokenBucket", "array_delay", "open_rate"]
-
 SECONDS_PER_TASK = 0.5
 """What each task of an array adds to the time that their starts are spread over."""
 

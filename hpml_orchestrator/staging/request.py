@@ -8,27 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.faults import StagingStopped, brief, shown
+from hpml_orchestrator.staging.faults import brief, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "AUTO",
-    "IN_PLACE",
-    "KINDS",
-    "Bases",
-    "StageRequest",
-    "StageResult",
-    "StagingStopped",
-    "kind_at",
-    "kind_of",
-    "name_of",
-    "names_of",
-    "requests_for",
-    "shards_of",
-    "target_path",
-]
 
 KINDS = ("auto", "file", "tree", "pack", "tar", "zip")
 AUTO = "auto"
@@ -237,7 +220,6 @@ def kind_at(source: str, kind: str) -> str:
 
 
 def _is_packed(directory: str) -> bool:
-    """Return whether `hpml pack` wrote a directory."""
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
 
-__all__ = ["BLOCK_BYTES", "Source", "SourceReader", "TreeSource"]
-
 BLOCK_BYTES = 1 << 20
 """What is read, hashed and written at a time: larger blocks leave the cache of a core."""
 
@@ -174,7 +172,6 @@ class _TreeReader:
         return view
 
     def _blocks(self, entry: TreeEntry) -> Iterator[Buffer]:
-        """Yield a file block by block, and zeros for its holes."""
         fd = self._open(entry)
         try:
             _check_same(entry, os.fstat(fd))
@@ -205,11 +202,7 @@ class _TreeReader:
 
 
 def _check_same(entry: TreeEntry, info: os.stat_result) -> None:
-    """Refuse a source file that has changed since it was planned.
-
-    Raises:
-        SourceChangedError: its type, size, time or inode differs.
-    """
+    """Refuse a source file that has changed since it was planned."""
     if (
         info.st_mtime_ns != entry.mtime_ns
         or info.st_size != entry.size

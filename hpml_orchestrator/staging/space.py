@@ -22,29 +22,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.mounts import Mount
 
-__all__ = [
-    "INODE_BYTES",
-    "MEMORY_TYPES",
-    "SHARED_TYPES",
-    "Headroom",
-    "Need",
-    "Room",
-    "capacity_at",
-    "check_room",
-    "file_system_type",
-    "fits",
-    "is_own_type",
-    "is_served_type",
-    "memory_headroom",
-    "private_reason",
-    "readers_for",
-    "reason_from",
-    "room_at",
-    "room_without",
-    "round_up",
-    "usage",
-]
-
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 """They keep their files in the node's memory."""
 
@@ -317,7 +294,6 @@ def _free_bytes(directory: str, files: _Files) -> int | None:
 
 
 def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
-    """Return the directories of this process's memory cgroup and of all above it."""
     result = []
     for line in _text(f"{proc_root}/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
@@ -338,7 +314,6 @@ def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
 
 
 def _mount(proc_root: str, cgroup_root: str, type_name: str) -> tuple[str, str]:
-    """Return (directory of the hierarchy that is mounted, mount point under cgroup_root)."""
     for mount in read_mounts(f"{proc_root}/self/mountinfo"):
         if mount.kind == type_name and (type_name == "cgroup2" or "memory" in mount.options):
             point = mount.point
@@ -429,7 +404,6 @@ def _mount_over(path: str, mounts: list[Mount]) -> Mount | None:
 
 
 def _is_named_after(job_id: str, path: str) -> bool:
-    """Say whether a component of a path is the job's id, or that with a word for a job in front."""
     number = re.escape(job_id)
     pattern = rf"\.?(?:(?:slurm|job|slurmjob|slurm[._-]job|jobid|tmp|scratch)[._-]?)?{number}"
     return any(re.fullmatch(pattern, part, re.IGNORECASE) for part in path.split("/"))

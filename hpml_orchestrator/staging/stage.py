@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
 
-__all__ = ["CopyStager"]
-
 _ROOM_TO_BEGIN = Need(1 << 20, 64)
 """The room for the area and records of a job."""
 
@@ -258,10 +256,6 @@ class CopyStager:
         """Copy the data into an entry's directory; they appear when they are complete.
 
         The locks carry the progress, for processes that wait.
-
-        Raises:
-            CapacityError: it does not fit; found before a byte is copied.
-            StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
         supply.source_key  # noqa: B018 - of the source as planned, whatever happens to it meanwhile
         there = self._room(directory)
@@ -289,7 +283,6 @@ class CopyStager:
         return bool(removed)
 
     def _copy(self, supply: Supply, directory: str, locks: tuple[NameLock, ...]) -> Manifest:
-        """Copy to a hidden name, and rename."""
         plan = supply.plan()
         progress = CopyProgress(functools.partial(self._report, locks))
         progress.expect(plan.bytes, len(plan.files))
@@ -314,7 +307,6 @@ class CopyStager:
         return manifest
 
     def _report(self, locks: tuple[NameLock, ...], *figures: int) -> None:
-        """Report the progress to the caller and to processes that wait for the locks."""
         for lock in locks:
             lock.tell(*figures)
         if self._on_progress is not None:
@@ -386,7 +378,6 @@ class CopyStager:
         return self._areas[base]
 
     def _unopened(self, target: str) -> JobArea:
-        """Return the area of a target without making anything there."""
         base = self._bases.resolve(target)
         return JobArea(base, self._job_key, owner_pid=self._owner_pid)
 
@@ -402,14 +393,12 @@ class CopyStager:
         return LocalSupply(request, source, self.options)
 
     def _hold(self, entry: StoreEntry) -> None:
-        """Keep one lease per entry."""
         if entry.path in self._leases:
             entry.release()
         else:
             self._leases[entry.path] = entry
 
     def _release(self, *paths: str) -> None:
-        """Give up the leases on some entries, or on all."""
         for path in paths or tuple(self._leases):
             entry = self._leases.pop(path, None)
             if entry is not None:

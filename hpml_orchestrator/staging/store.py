@@ -54,22 +54,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.space import Need, Room
 
-__all__ = [
-    "CACHE",
-    "DATA",
-    "LEASE",
-    "MARKER",
-    "OWNER",
-    "PARTIAL",
-    "NodeStore",
-    "as_staging_error",
-    "base_above",
-    "job_of",
-    "linked_key",
-    "own_key",
-    "whole",
-]
-
 MARKER = ".hpml-staging"
 DATA = "data"
 LOCK = ".lock"
@@ -447,13 +431,11 @@ def as_staging_error(path: str) -> Iterator[None]:
 
 
 def _directories(path: str) -> list[str]:
-    """Return the paths of the directories in a directory, links left out."""
     with os.scandir(path) as entries:
         return sorted(one.path for one in entries if one.is_dir(follow_symlinks=False))
 
 
 def _same(fd: int, path: str) -> bool:
-    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -461,7 +443,6 @@ def _same(fd: int, path: str) -> bool:
 
 
 def _links(area: str, key: str) -> bool:
-    """Return whether a job's area links to an entry."""
     with contextlib.suppress(OSError), os.scandir(area) as entries:
         return any(one.is_symlink() and linked_key(one.path) == key for one in entries)
     return False

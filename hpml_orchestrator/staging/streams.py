@@ -22,17 +22,6 @@ from hpml_orchestrator.staging.space import readers_for
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = [
-    "DAMAGED",
-    "ArchiveFile",
-    "Stamp",
-    "compression_of",
-    "decompressed",
-    "drop_pages",
-    "look_at_archive",
-    "not_whole",
-]
-
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, ValueError, gzip.BadGzipFile)
 """What the decompressors raise; bz2 raises a plain OSError without an errno."""
 
@@ -172,7 +161,6 @@ def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
 
 
 def _zstd(file: ArchiveFile) -> _Program:
-    """Return a reader of zstd: the output of its program, which clusters have."""
     program = shutil.which("zstd")
     if program is None:
         raise StagingError(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Source
 
-__all__ = ["SOURCE_KEY", "LocalSupply", "Supply", "open_source"]
-
 _KEY_BYTES = 16
 
 SOURCE_KEY = "source_key"
@@ -126,9 +124,6 @@ class Supply(ABC):
         It covers the real path and its status, the kind, and names, sizes, times, modes and links
         of everything in the plan; with `trust_mtime` only the status. BLAKE2b, which every Python
         has: the name must not depend on the interpreter.
-
-        Raises:
-            OSError: the source cannot be looked at.
         """
         real = os.path.realpath(self.request.source)
         info = os.stat(real)

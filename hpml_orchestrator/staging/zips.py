@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import CopyPlan
     from hpml_orchestrator.staging.source import SourceReader
 
-__all__ = ["ZipSource"]
-
 _NANO = 1_000_000_000
 _BUFFER_BYTES = 1 << 13
 _LOCAL_BYTES = 30
@@ -120,7 +118,6 @@ class ZipSource:
             last = info.header_offset
 
     def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
-        """Add a member to the plan."""
         on_unix = info.create_system in _UNIX_HOSTS
         name = info.orig_filename
         if on_unix and not info.flag_bits & _UTF8:  # zipfile takes these bytes for cp437
@@ -154,11 +151,6 @@ class ZipSource:
             self._infos.append(info)
 
     def _contents(self, info: zipfile.ZipInfo) -> Iterator[bytes]:
-        """Yield a member's contents.
-
-        Raises:
-            StagingError: it is damaged.
-        """
         size = 0
         try:
             with cast("zipfile.ZipFile", self._archive).open(info) as stream:

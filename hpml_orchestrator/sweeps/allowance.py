@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.rows import PointRow
     from hpml_orchestrator.sweeps.table import Table
 
-__all__ = ["Allowance", "allowance"]
-
 _ROUNDING = 1e-9
 
 
@@ -79,7 +77,6 @@ def _affordable(
     out: Sequence[tuple[Batch, int]],
     rows: Collection[PointRow],
 ) -> tuple[int, str]:
-    """Return how many such tasks the budget of GPU- or core-hours allows, and why no more."""
     budget = getattr(plan.spec.budget, f"{unit}_hours")
     # whole nodes (`exclusive`) and whole cores are more than what a job asks for
     given = max([1.0, *(row.allocated or 1.0 for row in rows)]) if unit == "core" else 1.0

@@ -23,7 +23,8 @@ from hpml_orchestrator.records.files import (
 )
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.run import PRUNED
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name
 from hpml_orchestrator.runs.prepare import prepare, render_job
@@ -41,22 +42,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.sweeps.plan import SweepPlan
-
-__all__ = [
-    "Batch",
-    "Task",
-    "ask_to_stop",
-    "completed",
-    "create_batch",
-    "evaluations",
-    "forget",
-    "query",
-    "read_batches",
-    "send",
-    "stop_asked_at",
-    "trained_since",
-    "with_trials",
-]
 
 _LOST_SECONDS = 600.0
 _RECORDED = ("sid", "shape", "throttle", "created")
@@ -261,7 +246,6 @@ def _prepare(
 
 
 def _values(plan: SweepPlan, point: Point) -> dict[str, object]:
-    """Return scale and values of a point by name, and the seed if the program receives it."""
     scale = {plan.unit: point.scale} if plan.unit else {}
     seed = {"seed": point.seed} if "seed" in plan.placeholders else {}
     return {**scale, **point.values, **seed}

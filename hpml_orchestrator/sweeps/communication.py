@@ -22,8 +22,6 @@ from hpml_orchestrator.sweeps.statistics import (
     time_to_accuracy,
 )
 
-__all__ = ["BASELINE", "Communication", "Crossover", "MethodCost", "communication"]
-
 BASELINE = "allreduce"
 """The method that the others are compared with."""
 
@@ -179,13 +177,11 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
 
 
 def _have_same_seeds(costs: Sequence[MethodCost]) -> bool:
-    """Return whether each of them has one run of each seed, and all have the same seeds."""
     seeds = {tuple(sorted(one.seeds)) for one in costs}
     return len(seeds) == 1 and all(0 < len(one.seeds) == len({*one.seeds}) for one in costs)
 
 
 def _independent_draws(cells: Sequence[Cell]) -> np.ndarray:
-    """Return log ratios of medians, a row per draw and a column per bandwidth."""
     random = np.random.default_rng(0)
     columns = [
         random.choice(log_medians(np.array(one.times)), _DRAWS)
@@ -196,7 +192,6 @@ def _independent_draws(cells: Sequence[Cell]) -> np.ndarray:
 
 
 def _paired_draws(cells: Sequence[Cell]) -> np.ndarray:
-    """Return log ratios of medians whose seeds weigh the same within a row, a draw."""
     count = len(cells[0][1].seeds)
     # With 1 (Rubin's) instead of 1 - 2 / n, 6 seeds cover the crossing in 87 to 94 % of simulated
     # sweeps; so it is 90 to 95 %. Independent draws cover 100 %, with intervals 5 times as wide.

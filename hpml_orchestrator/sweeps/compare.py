@@ -14,8 +14,6 @@ from hpml_orchestrator.sweeps.notices import other_work, timed_out, unequal
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
 from hpml_orchestrator.sweeps.wording import estimate_text
 
-__all__ = ["Pair", "SweepComparison", "compare"]
-
 _MOST_DOUBTS = 3
 _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
 
@@ -80,7 +78,6 @@ def _pair(before: Setting | None, after: Setting | None) -> Pair:
 
 
 def _judged(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the pairs with their verdicts, corrected for how many there are."""
     samples = {
         place: (pair.before.samples["total_seconds"], pair.after.samples["total_seconds"])
         for place, pair in enumerate(pairs)

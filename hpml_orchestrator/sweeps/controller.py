@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.search import Searcher
-
-__all__ = ["Controller", "cancel", "resume"]
 
 _LEASE_SECONDS = 90.0  # a lease that was not renewed for so long can be taken by another process
 _RENEW_SECONDS = 15.0  # how often the lease is renewed
@@ -125,7 +124,6 @@ class Controller:
         self._undecided, self._waits_for = [], ""
 
     def _add(self, batch: Batch) -> None:
-        """Add the rows of a batch's tasks that are not over; a refused batch has none."""
         self._points |= {task.point.number: task.point for task in batch.tasks}
         rows = batch.rows().items()
         self._table.active |= {key: row for key, row in rows if key not in self._table.finished}
@@ -134,7 +132,6 @@ class Controller:
         return bool(read_mark(self._directory / "stopped.json").get("cancel"))
 
     def _settle(self) -> None:
-        """Find the jobs of batches whose submission was interrupted, or submit these batches."""
         cancelled = self._is_cancelled()
         for batch in self._batches:
             if batch.refusal:
@@ -161,7 +158,6 @@ class Controller:
                 self._add(batch)
 
     def _send(self, batch: Batch) -> None:
-        """Submit a batch and record the outcome."""
         limits, tasks = self._table.limits, len(batch.tasks)
         out = len(self._table.active) - tasks
         try:
@@ -179,7 +175,6 @@ class Controller:
         self._refuse(batch)
 
     def _refuse(self, batch: Batch) -> None:
-        """Write the rows of a refused batch, unless smaller batches replace it."""
         if is_limit(batch.refusal, len(batch.tasks)):
             batches.forget(self._store, self._directory, batch)
             return
@@ -192,14 +187,12 @@ class Controller:
             self._table.end(PointRow(*key, state="REFUSED", reason=batch.refusal, over=True))
 
     def _running(self) -> list[tuple[Batch, list[int]]]:
-        """Return the batches with active tasks that have a job, and the indices of these tasks."""
         found = [
             (batch, batch.indices(self._table.active)) for batch in self._batches if batch.job_id
         ]
         return [(batch, indices) for batch, indices in found if indices]
 
     def _collect(self) -> None:
-        """Write the rows of the tasks that are over."""
         for batch, indices in self._running():
             for index, state in batches.completed(self._store, batch, indices):
                 self._keep(batch, index, state)
@@ -212,7 +205,6 @@ class Controller:
                     self._keep(batch, index, state)
 
     def _keep(self, batch: Batch, index: int, state: State) -> None:
-        """Record the state of an active task."""
         task = batch.tasks[index]
         if not state.over:
             names = ("job_id", "state", "reason", "started", "nodes")
@@ -281,7 +273,6 @@ class Controller:
                 self._scheduler.cancel(late)
 
     def _waiting(self) -> list[list[Task]]:
-        """Return the tasks to submit next, in order, grouped by tasks that can share a batch."""
         tasks = [(-1, Task(self._points[point], start)) for point, start in self._table.retries()]
         if self._plan.spec.searches:
             free = max(0, (self._plan.spec.parallel or 0) - len(self._table.active))
@@ -297,7 +288,6 @@ class Controller:
         return list(groups.values())
 
     def _submit(self) -> None:
-        """Submit batches until a limit is reached or nothing is left."""
         limits = self._table.limits
         if limits.array == 0:
             limits.array = max_array_size(self._plan.backend, self._environment)
@@ -347,12 +337,6 @@ class Controller:
 
 
 def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
-    """Refuse a sweep of another cluster.
-
-    Raises:
-        InputError: the sweep belongs to another cluster.
-        SchedulerUnavailable: the scheduler does not report its cluster.
-    """
     where = elsewhere(plan.cluster, scheduler)
     if where:
         raise not_here(where, field="SWEEP", value=plan.id)

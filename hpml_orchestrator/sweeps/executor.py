@@ -27,7 +27,8 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.records.store import Store, Submission, open_store
+from hpml_orchestrator.records.store import Store, open_store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, render_job
@@ -57,8 +58,6 @@ from hpml_orchestrator.sweeps.submitit_rank import (
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
-
-__all__ = ["HpmlExecutor", "HpmlInfoWatcher", "HpmlJob", "HpmlJobEnvironment"]
 
 _MODULE = "hpml_orchestrator.sweeps.submitit_rank"
 _DEFAULTS = {"name": "submitit", "resources": {"time": "5", "ranks_per_node": 1}}
@@ -170,11 +169,6 @@ class HpmlExecutor(core.Executor):
         return Prefixed(NAMES - AutoExecutor._valid_parameters())  # noqa: SLF001 - for plugins
 
     def _internal_update_parameters(self, **kwargs: object) -> None:
-        """Change parameters, all or none.
-
-        Raises:
-            InputError: a parameter or its value is not valid.
-        """
         for name in kwargs.keys() - NAMES:  # AutoExecutor checks names only for its calls
             hint = did_you_mean(name, NAMES) or f"there are: {', '.join(sorted(NAMES))}"
             raise InputError("is not a parameter of this executor", field=name, hint=hint)
@@ -192,12 +186,7 @@ class HpmlExecutor(core.Executor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[object]]:
-        """Submit calls: one as a job, several as an array, or as arrays if one would be too large.
-
-        Raises:
-            HpmlError: the job is wrong, or the scheduler refused it; what was submitted of it
-                before is cancelled.
-        """
+        """Submit one call as a job, several as an array; split an array that would be too large."""
         calls = list(delayed_submissions)
         jobs: list[core.Job[object]] = []
         with _hints():
@@ -330,7 +319,6 @@ class HpmlExecutor(core.Executor):
         return jobs
 
     def _check_size(self, pickle: Path, calls: int) -> None:
-        """Refuse calls that are too large in all, by the size of one; as submitit does."""
         size = pickle.stat().st_size / 1024**3
         if calls * size > self.max_pickle_size_gb:
             raise RuntimeError(
@@ -340,7 +328,6 @@ class HpmlExecutor(core.Executor):
             )
 
     def _texts(self, rendered: Rendered) -> dict[str, str]:
-        """Return name and comment for sbatch's command line, which may be any text."""
         given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.site
         texts = {}
         name = _one_line(given.get("job_name", given.get("name", "")))
@@ -367,7 +354,6 @@ def _run_of(paths: JobPaths) -> Submission | None:
 
 @contextlib.contextmanager
 def _hints() -> Iterator[None]:
-    """Show the hint of an error below its message."""
     try:
         yield
     except HpmlError as error:

@@ -48,8 +48,6 @@ from hpml_orchestrator.sweeps.scaling import (
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["make_plan"]
-
 _VARIABLES = "environment.variables."
 _PLACES = {
     "batch": "batch.argument",
@@ -105,7 +103,6 @@ def make_plan(
 
 
 def _kind(sweep: Sweep, axis: str) -> Literal["argument", "flag", "variable", "field"]:
-    """Return what an axis sets: arguments and variables differ between points of one job."""
     values = sweep.axes[axis]
     if axis.startswith("-") and isinstance(values, list):
         return "flag" if any(isinstance(value, bool) for value in values) else "argument"
@@ -218,7 +215,6 @@ class _Planner:
         return sweep.model_copy(update={"budget": budget, "seeds": seeds})
 
     def _value_targets(self) -> dict[str, str]:
-        """Return the argument or variable of each value that a point has, by axis or role."""
         sweep = self.sweep
         kinds = ("argument", "variable")
         targets = {axis: axis for axis, kind in self.kinds.items() if kind in kinds}
@@ -233,7 +229,6 @@ class _Planner:
         return targets
 
     def _check_reach(self) -> None:
-        """Check that the arguments that the sweep sets reach the program."""
         for axis, kind in self.kinds.items():
             if kind == "flag":
                 check_argument(self.base, axis, f"axes.{axis}")
@@ -242,7 +237,6 @@ class _Planner:
                 check_argument(self.base, target, self._place(key))
 
     def _place(self, key: str) -> str:
-        """Return the field of the sweep that a value comes from."""
         return f"axes.{key}" if key in self.kinds else _PLACES.get(key, "learning_rate.argument")
 
     def shapes(self) -> Iterator[Shape]:
@@ -266,7 +260,6 @@ class _Planner:
             yield self._shape(number, settings, fixed)
 
     def _shape_settings(self, fixed: Mapping[str, object]) -> list[tuple[str, object]]:
-        """Return the fields of a shape's job that differ from the base job's."""
         settings, arguments = list(self._settings), ProgramArguments(self.base.args)
         for axis, value in fixed.items():
             if self.kinds.get(axis) == "field":

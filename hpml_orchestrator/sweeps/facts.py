@@ -11,22 +11,6 @@ from hpml_orchestrator.sweeps.communication import Communication
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
-__all__ = [
-    "CONTINUED",
-    "MEASURED",
-    "NOT_ATTEMPTED",
-    "PARTS",
-    "TIMED_OUT",
-    "Costs",
-    "FittedModel",
-    "Notice",
-    "PointStart",
-    "RankedFigure",
-    "Setting",
-    "SweepFacts",
-    "Target",
-]
-
 MEASURED = "COMPLETED"
 """State of the attempts that enter medians."""
 

@@ -18,8 +18,6 @@ from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_TASKS", "SweepLimits", "is_limit", "max_array_size"]
-
 MAX_TASKS = 1000
 """Most tasks of one batch."""
 

@@ -19,15 +19,6 @@ from scipy import optimize, stats
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Array, Estimate, Interval, sample
 
-__all__ = [
-    "Fit",
-    "fit_amdahl",
-    "fit_gustafson",
-    "fit_usl",
-    "karp_flatt",
-    "usl_peak",
-]
-
 Number: TypeAlias = float | Array
 
 _ROUNDING = 1e-9  # of logs of measured values
@@ -129,15 +120,7 @@ def _fit(
     distinct: int = 3,
     **columns: Sequence[float],
 ) -> Fit:
-    """Fit a curve by least squares of log residuals: run times and rates scatter by a share.
-
-    Args:
-        curve: returns what is measured for parameters and a scale.
-        formula: that of the curve.
-        starts: of the search, by parameter; a share of 0 to 1, or None for a positive factor.
-        distinct: how many different scales a fit needs.
-        columns: scales and what was measured, a value for each run.
-    """
+    """Fit a curve by least squares of log residuals: run times and rates scatter by a share."""
     arrays = [sample(numbers, name, above=0) for name, numbers in columns.items()]
     if len({len(array) for array in arrays}) > 1:
         raise InputError("must have as many values as each other", field=", ".join(columns))

@@ -21,8 +21,6 @@ from hpml_orchestrator.sweeps.wording import (
     value_text,
 )
 
-__all__ = ["mixed_batches", "notices", "other_work", "timed_out", "unequal"]
-
 _SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
 _SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if distinguishable from noise, and if not
 _MOST_DETAILS = 8
@@ -70,7 +68,6 @@ def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
 
 
 def _differing(settings: Sequence[Setting], name: str) -> list[float]:
-    """Return what the runs of one series had where all should have had the same."""
     found: dict[str, set[float]] = defaultdict(set)
     for setting in settings:
         if setting.runs:

@@ -18,8 +18,6 @@ from hpml_orchestrator.sweeps.compare import SweepComparison
 from hpml_orchestrator.sweeps.facts import SweepFacts
 from hpml_orchestrator.sweeps.wording import environment
 
-__all__ = ["to_html", "to_json", "to_markdown"]
-
 
 def to_html(document: SweepFacts | SweepComparison) -> str:
     """Return a self-contained page for light and dark screens, phones and paper."""

@@ -35,24 +35,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = [
-    "RESUMED",
-    "Point",
-    "Shape",
-    "SweepEstimate",
-    "SweepPlan",
-    "Trial",
-    "check_extra",
-    "directory_of",
-    "job_of",
-    "point_of",
-    "read",
-    "resolve",
-    "site_of",
-    "sweeps",
-    "write",
-]
-
 RESUMED = "resumed"
 """The key by which shapes of a population differ: whether a member resumes a checkpoint."""
 

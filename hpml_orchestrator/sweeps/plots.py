@@ -29,8 +29,6 @@ from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, SweepFacts
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
 from hpml_orchestrator.sweeps.wording import axis_text, scale_text
 
-__all__ = ["Plot", "draw"]
-
 _FOLDER = assets.path("templates/report")
 _LIGHT = (_FOLDER / "style.css").read_text("utf-8").partition("@media")[0]
 _COLOURS = dict(re.findall(r"--(\w+): (#\w{6});", _LIGHT))
@@ -131,7 +129,6 @@ def _speedups(report: SweepFacts) -> Iterable[_Drawn]:
 
 
 def _accuracies(report: SweepFacts) -> Iterable[_Drawn]:
-    """Draw accuracy and time to accuracy over the scales."""
     accuracies = {
         one.number: (one.accuracy, one.samples["accuracy"])
         for one in report.settings
@@ -193,7 +190,6 @@ def _over_scales(report: SweepFacts, label: str, points: _Points) -> Iterable[tu
 
 
 def _phases(report: SweepFacts) -> Iterable[_Drawn]:
-    """Draw what the mean total of each setting consists of."""
     settings = [one for one in report.settings if one.phases][:_MOST_BARS]
     if not settings:
         return
@@ -216,7 +212,6 @@ def _phases(report: SweepFacts) -> Iterable[_Drawn]:
 
 
 def _trace(report: SweepFacts) -> Iterable[_Drawn]:
-    """Draw the best figure so far of a search."""
     rows = [attempt.row for attempt in report.attempts if attempt.row.state == MEASURED]
     found = [(row.point, row.metric) for row in rows if row.metric is not None]
     if report.search and found:

@@ -18,8 +18,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.sweep import Search
 
-__all__ = ["Axis", "evolve", "train_on"]
-
 Axis = CategoricalDistribution | FloatDistribution | IntDistribution
 """The values of an axis: a list, or a range of fractions or whole numbers."""
 
@@ -105,7 +103,6 @@ def train_on(
 
 
 def _ranked(trials: Iterable[FrozenTrial], search: Search) -> list[FrozenTrial]:
-    """Return completed trials, best first."""
     return sorted(trials, key=lambda trial: trial.values[0], reverse=search.direction == "maximize")
 
 

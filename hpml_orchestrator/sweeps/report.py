@@ -38,8 +38,6 @@ from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
 from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
-__all__ = ["build"]
-
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
 _SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
@@ -157,7 +155,6 @@ def _mixed_order(plan: SweepPlan) -> bool:
 
 
 def _in_blocks(plan: SweepPlan) -> bool:
-    """Return whether the plan of a scaling sweep runs one repeat of all settings after another."""
     interleaved = plan.spec.order == "interleaved" and _mixed_order(plan)
     return interleaved and plan.mode in ("strong", "weak")
 
@@ -251,7 +248,6 @@ def _setting(
 
 
 def _values(runs: Sequence[PointRow], figure: RankedFigure) -> list[float | None]:
-    """Return what settings are ranked by, for each run."""
     if figure.source == "rate":
         return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
     return [getattr(row, figure.source) for row in runs]
@@ -309,7 +305,6 @@ def _parts(row: PointRow) -> dict[str, float]:
 
 
 def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    """Return the setting with the reasons against comparing it with the baseline of its series."""
     if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
         return setting
     unequal = notices.unequal(setting, baseline)
@@ -320,7 +315,6 @@ def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Set
 
 
 def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    """Return the setting with its speedup over the baseline of its series, and the time lost."""
     if not (baseline and baseline.figure and setting.figure and setting.scale and baseline.scale):
         return setting
     if setting.doubt or baseline.doubt:
@@ -346,7 +340,6 @@ def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Se
 
 
 def _paired(one: Setting, other: Setting) -> tuple[list[float], list[float]] | None:
-    """Return the figures of the repeats that both have; None if these are too few for a CI."""
     both = sorted(one.blocks.keys() & other.blocks.keys())
     if len(both) < MIN_REPEATS:
         return None
@@ -354,7 +347,6 @@ def _paired(one: Setting, other: Setting) -> tuple[list[float], list[float]] | N
 
 
 def _serial_fraction(speedup: Speedup) -> Estimate:
-    """Return Karp and Flatt's serial fraction; it falls as the speedup grows."""
     ends, scale = speedup.interval, speedup.scale
     interval = ends and Interval(
         models.karp_flatt(ends.high, scale), models.karp_flatt(ends.low, scale), ends.method
@@ -425,7 +417,6 @@ def _fits(report: SweepFacts) -> Iterable[FittedModel]:
 
 
 def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
-    """Yield the peak of the Universal Scalability Law as text."""
     if "b" in fit.parameters:
         peak = models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
         limit = 2 * fit.largest_scale
@@ -436,7 +427,6 @@ def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
 
 
 def _misfit(p_value: float | None) -> Iterable[str]:
-    """Yield a warning if the curve does not describe the measured scales."""
     if p_value is None:
         yield "whether it fits is not known: that takes repeats, and more scales than parameters"
     elif p_value < _LACK_OF_FIT:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["SweepReport", "read_report"]
-
 
 class SweepReport(Page):
     """What a sweep measured; `str` gives the text of `hpml sweep report --markdown`.

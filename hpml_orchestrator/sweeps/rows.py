@@ -27,11 +27,10 @@ from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summar
 from hpml_orchestrator.runs.request import RecordedJob, recorded_job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Attempt, Submission
+    from hpml_orchestrator.records.run import Attempt
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
-
-__all__ = ["TEST_ACCURACIES", "PointRow", "row_of"]
 
 TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 """Figures of a result that are the accuracy on data that the training does not see."""
@@ -211,7 +210,6 @@ def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued
 
 
 def _requeued(attempt: Attempt) -> Requeued:
-    """Return when and where a start ran that Slurm requeued."""
     begun, record = attempt.started, attempt.ended or {}
     moment = record.get("time") or attempt.last_written
     ended = None if moment is None else float(moment)
@@ -283,7 +281,6 @@ class _Placed(NamedTuple):
 
 
 def _placed(state: State, attempt: Attempt, shape: Shape) -> _Placed:
-    """Return binding, CPUs and GPUs of the ranks."""
     judged = [place.right for place in binding_of(state).places if place.right is not None]
     records = attempt.bindings()
     # By machine: the nodes of a development cluster share one.
@@ -303,7 +300,6 @@ def _placed(state: State, attempt: Attempt, shape: Shape) -> _Placed:
 
 
 def _cpu_model(attempt: Attempt, node: str) -> str:
-    """Return what a node's agent recorded as the model of its CPUs; empty if it did not."""
     with contextlib.suppress(HpmlError, AttributeError):
         record = read_json(attempt.directory / "nodes" / f"{node}.topology.json")
         return str(record.get("cpu_model") or "")

@@ -19,20 +19,6 @@ from hpml_orchestrator.spec.sweep import BatchSize, Sweep
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job, Resources
 
-__all__ = [
-    "SEED_ARGUMENTS",
-    "ProgramArguments",
-    "base_batch",
-    "base_learning_rate",
-    "batch_argument",
-    "batch_of",
-    "check_argument",
-    "check_base",
-    "learning_rate_of",
-    "scaled",
-    "with_batch",
-]
-
 SEED_ARGUMENTS = "--seed --random-seed --random_seed".split()
 """Usual names of the argument that is the random seed."""
 
@@ -51,7 +37,6 @@ class ProgramArguments:
         self.words = list(words)
 
     def _places(self, name: str) -> list[tuple[int, str]]:
-        """Return the index of each word with an argument's value, and what precedes it there."""
         prefix = name if name.endswith("=") else f"{name}="
         found = []
         pairs = itertools.pairwise([*self.words, "--"])
@@ -231,7 +216,6 @@ def with_batch(sweep: Sweep, arguments: ProgramArguments, base_ranks: int) -> Sw
 
 
 def _is_global(sweep: Sweep, batch: BatchSize) -> bool:
-    """Whether `batch.size` is the batch of all ranks."""
     return sweep.mode == "strong" or (sweep.mode != "weak" and batch.per == "global")
 
 

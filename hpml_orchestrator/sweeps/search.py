@@ -34,8 +34,6 @@ from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on
 from hpml_orchestrator.sweeps.rows import PointRow
 
-__all__ = ["STUDY", "Searcher", "check_search", "open_search"]
-
 STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
 
@@ -240,7 +238,6 @@ class Searcher:
                 self._study.tell(trial.number, state=state)
 
     def _may_ask(self) -> bool:
-        """Whether there is another trial to make now."""
         search, made = self._sweep.search, len(self._trials())
         between = self._sweep.mode == "pbt" and made % search.population == 0
         return made < search.trials and not (between and self._running())

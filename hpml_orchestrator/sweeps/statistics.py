@@ -27,21 +27,6 @@ from scipy import stats
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = [
-    "CONFIDENCE",
-    "MIN_REPEATS",
-    "Array",
-    "Estimate",
-    "Interval",
-    "Speedup",
-    "distinguishable",
-    "log_medians",
-    "median_estimate",
-    "sample",
-    "speedup",
-    "time_to_accuracy",
-]
-
 Array: TypeAlias = NDArray[np.float64]
 CONFIDENCE = 0.95
 MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % only

@@ -26,8 +26,6 @@ from hpml_orchestrator.spec.values import (
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Resources
 
-__all__ = ["NAMES", "Prefixed", "derived_from", "fields_of", "given_in", "job_name"]
-
 _SLURM = {
     "job_name": "name",
     "time": "resources.time",
@@ -188,13 +186,11 @@ def _converted(given: Parameters, name: str, convert: Callable[[Any], T]) -> T:
 
 
 def _directive(name: str, value: object) -> str:
-    """Return an option of sbatch; True means one without a value, as in submitit."""
     option = f"--{name.replace('_', '-')}"
     return option if value is True else f"{option}={value}"
 
 
 def _run_name(job_id: str) -> str:
-    """Return hpml's name of a job: its task is `ID.INDEX` there, `ID_INDEX` to submitit."""
     return re.sub(r"_(\d+)$", r".\1", job_id)
 
 

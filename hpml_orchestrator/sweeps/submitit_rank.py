@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import IO
 
-__all__ = ["SIGNAL_AFTER", "HpmlJobEnvironment", "call_pickle", "local_job_id", "main"]
-
 SIGNAL_AFTER = "HPML_SUBMITIT_SIGNAL_AFTER"
 """Variable: seconds from the start of a call to the signal of its time limit, on this machine."""
 
@@ -75,7 +73,6 @@ class HpmlJobEnvironment(SlurmJobEnvironment):
         return array and (_local_id() or array)
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
-        """Act on signals from now on; those that came before are handled now."""
         super()._handle_signals(paths, submission)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         # Python's own end drops the handlers: a signal would make a failure of a success.
@@ -168,7 +165,6 @@ def _run() -> Path:
 
 
 def _local_id() -> str:
-    """Return the id of a job of this machine; empty in a job of Slurm."""
     return local_job_id(_run().name) if "HPML_LOCAL_SUPERVISOR_PID" in os.environ else ""
 
 

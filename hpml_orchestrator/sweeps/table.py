@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["SUCCESS_STATES", "SweepProgress", "Table", "read_mark"]
-
 SUCCESS_STATES = ("COMPLETED", "PRUNED")
 """The states of points that ended well."""
 

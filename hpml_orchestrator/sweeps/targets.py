@@ -9,8 +9,6 @@ from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, Target
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.rows import PointRow
 
-__all__ = ["aim_of", "target_of"]
-
 _LEAST_SECONDS = 1e-3  # times are above zero
 
 

@@ -31,10 +31,8 @@ from hpml_orchestrator.sweeps.wording import accuracy_text
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
     from hpml_orchestrator.records.schema import JobFields
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.sweeps.rows import PointRow
-
-__all__ = ["TrialOutcome", "make_trial", "outcome", "sentences", "stopped_reason", "summary_lines"]
 
 _AXIS = "job"
 _NAMES = _BEFORE, _AFTER = "original", "changed"
@@ -158,7 +156,6 @@ def make_trial(
 
 
 def _single(job: JobFields, index: int | None) -> JobFields:
-    """Return the job of one run: no array, no mail, no results that are copied to the user."""
     words = json.dumps(job)
     if job["array"] is not None:
         words = words.replace("{array.index}", str(index or 0))
@@ -169,7 +166,6 @@ def _single(job: JobFields, index: int | None) -> JobFields:
 
 
 def _shortened(fields: Mapping[str, object], facts: Facts, seconds: float) -> Job:
-    """Return the job with a time limit that suits shortened runs, so that they start sooner."""
     job = Job.model_validate(fields)
     if not seconds:
         return job
@@ -221,7 +217,6 @@ def _setup(phases: Mapping[str, float]) -> float:
 
 
 def _expected(facts: Facts, seconds: float) -> float | None:
-    """Return how long a run will take by what the run of the report took."""
     if facts.elapsed_seconds is None:
         return None
     short = _setup(facts.phases) + facts.phases.get("end", 0.0) + seconds
@@ -365,7 +360,6 @@ def _waits(found: TrialOutcome) -> str:
 
 
 def _whole_run(found: TrialOutcome, trial: Trial) -> Iterator[str]:
-    """Yield the speed of a whole run, from that of shortened runs and the time before training."""
     if found.speedup is None:
         return
     if "samples_per_second" in found.medians:

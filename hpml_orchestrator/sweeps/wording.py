@@ -29,22 +29,6 @@ from hpml_orchestrator.sweeps.facts import (
 from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
 
-__all__ = [
-    "CONSTANT",
-    "UNFINISHED",
-    "accuracy_text",
-    "answer",
-    "attempts_text",
-    "axis_text",
-    "checklist",
-    "environment",
-    "estimate_text",
-    "question",
-    "scale_text",
-    "value_text",
-    "values_text",
-]
-
 UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
@@ -317,7 +301,6 @@ def _no_gain(report: SweepFacts, best: Setting, others: Sequence[Setting]) -> It
 
 
 def _accuracies(report: SweepFacts, best: Setting) -> str:
-    """Return the accuracies of the best scale and the baseline as a sentence."""
     base = next((one for one in report.series[best.series] if one.scale == report.baseline), best)
     shown = [best] if base is best else [best, base]
     if not all(one.accuracy for one in shown):
@@ -333,7 +316,6 @@ def _accuracies(report: SweepFacts, best: Setting) -> str:
 
 
 def _limit(setting: Setting, baseline: str) -> Iterable[str]:
-    """Return the causes of lost time at a scale, by phase and by Karp and Flatt."""
     if not setting.lost or not setting.seconds:
         return
     lost = sum(setting.lost.values())
@@ -392,7 +374,6 @@ def _ranking(report: SweepFacts, best: Setting) -> Iterable[str]:
 
 
 def _how_to_report(report: SweepFacts) -> str:
-    """Return what to do if no run has reported what the settings are ranked by."""
     reported = sorted({name for one in report.attempts for name in numbers(one.row.result)})
     name = report.figure.name
     if reported:

@@ -5,9 +5,3 @@ FakeRunner      a `scheduler.command.Runner` that answers from a table
 FakeScheduler   a `scheduler.model.Scheduler` in memory, with faults on request (`Fault`)
 Killed          raised by a fault that simulates a killed hpml
 """
-
-from hpml_orchestrator.testing.clock import FakeClock
-from hpml_orchestrator.testing.runner import CommandCall, FakeRunner
-from hpml_orchestrator.testing.scheduler import FakeJob, FakeScheduler, Fault, Killed
-
-__all__ = ["CommandCall", "FakeClock", "FakeJob", "FakeRunner", "FakeScheduler", "Fault", "Killed"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FakeClock"]
-
 
 class FakeClock:
     """A `Clock` for tests: no time passes but by `sleep`.

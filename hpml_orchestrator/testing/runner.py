@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CommandCall", "FakeRunner"]
-
 Answer: TypeAlias = "Completed | BaseException"
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-__all__ = ["FakeJob", "FakeScheduler", "Fault", "Killed"]
-
 
 class Killed(BaseException):
     """Stands for hpml being killed with SIGKILL: only a test may catch it."""
@@ -200,7 +198,6 @@ def _whole(job_id: str) -> str:
 
 
 def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
-    """Return the ids of the jobs of a request: of an array one for each task."""
     if request.only is not None:
         return [f"{job_id}_{request.only}"]
     if not request.array:

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "DeviceLocation",
-    "Devices",
-    "assign_unplaced_cpus",
-    "cores_of_groups",
-    "cores_without_siblings",
-    "domain_of_cpus",
-    "free_number",
-    "name_key",
-    "nearest_with_cpus",
-    "walk",
-]
-
 _DEPTH_MAX = 200
 
 
@@ -230,7 +217,6 @@ class Devices:
         return Topology(source, cores, domains, gpus, nics, links, tuple(warnings), sockets_told)
 
     def _computing_gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that compute, by number, then PCI address."""
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
         # A UUID that several partitions share does not identify any of them.

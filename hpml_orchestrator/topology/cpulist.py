@@ -9,8 +9,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CPUS_MAX", "format_list", "parse_list", "parse_mask"]
-
 CPUS_MAX = 65_536
 """CPU numbers are below this; the kernel's own limit is 8192. Guards against `0-4000000000`."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["hwloc_topology"]
-
 _SOURCE = "hwloc XML"
 _MEANS_LATENCY = 4
 _NAME_CHARS = 20
@@ -114,7 +112,6 @@ class _Reader:
         return domains, homes
 
     def _distances(self, numbers: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
-        """Return domain -> domain -> distance."""
         for matrix in self.root.iter("distances2"):
             is_latency = _integer(matrix.get("kind", "0")) & _MEANS_LATENCY
             if matrix.get("type") == "NUMANode" and is_latency:
@@ -254,7 +251,6 @@ def _square(indexes: Sequence[int], values: Sequence[int]) -> dict[int, dict[int
 
 
 def _named_gpus(parts: Sequence[ET.Element]) -> list[tuple[int, ET.Element]]:
-    """Return the GPUs inside a PCI device by the numbers that one library counts them as."""
     for pattern in _GPU_NAMES:
         matches = [(pattern.fullmatch(part.get("name", "")[:_NAME_CHARS]), part) for part in parts]
         named = [(int(match[1]), part) for match, part in matches if match]

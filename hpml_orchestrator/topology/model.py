@@ -15,8 +15,6 @@ from hpml_orchestrator.topology.cpulist import format_list, parse_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Core", "Domain", "Gpu", "Nic", "Topology", "topology_json", "topology_of_json"]
-
 _TEXTS = ("name", "address", "uuid", "parent")
 
 
@@ -186,11 +184,6 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _checked(topology: Topology) -> Topology:
-    """Return a topology whose parts fit together, as all readers make it.
-
-    Raises:
-        ValueError: they do not.
-    """
     domains = {domain.number: set(domain.cpus) for domain in topology.domains}
     seen: set[int] = set()
     for core in topology.cores:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Sequence
 
-__all__ = ["nccl_topology"]
-
 _SOURCE = "NCCL XML"
 _BRIDGE, _DISPLAY, _ACCELERATOR = 0x0604, 0x03, 0x12
 _AMD_VENDORS = {0x1002, 0x1022}

@@ -18,8 +18,6 @@ from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["list_gpus", "looks_like_nvidia_smi", "read_nvidia_smi"]
-
 _SOURCE = "nvidia-smi topo -m"
 _LISTING_SECONDS = 20
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -212,12 +210,6 @@ def _domains(
     A GPU names one domain, none (N/A), or several: that of its CPUs with those of GPU memory
     (`0,2-17` on a GB200), or all domains of a virtual machine (`0-1`). If it does not name one
     number, its CPUs decide: they belong to a named domain, or else form a new one.
-
-    Args:
-        rows: GPU -> row.
-        cpus: GPU -> CPUs next to it.
-        memories: domains of GPU memory, which have no CPUs.
-        warnings: what was missing or inferred is added here.
     """
     named = {name: row.numbers(_DOMAINS) for name, row in rows.items()}
     homes: dict[str, int] = {}

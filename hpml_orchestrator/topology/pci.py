@@ -5,18 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "VGA",
-    "PciPath",
-    "address_key",
-    "full_address",
-    "is_gpu",
-    "is_nic",
-    "level",
-    "nic_rank",
-    "partition_address",
-]
-
 _ADDRESS = re.compile(
     r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", re.IGNORECASE
 )

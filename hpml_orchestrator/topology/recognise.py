@@ -13,15 +13,6 @@ from hpml_orchestrator.topology.nccl_xml import nccl_topology
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
-__all__ = [
-    "BYTES_MAX",
-    "decode",
-    "parse_xml",
-    "read_topology",
-    "read_topology_field",
-    "topology_of_text",
-]
-
 BYTES_MAX = 64 * 1024 * 1024
 # Expat's codes for an end too early: no element, and unclosed token, character or section.
 _CUT_OFF = frozenset({3, 5, 6, 20, 29})
@@ -151,7 +142,6 @@ def parse_xml(text: str) -> ET.Element:
 
 
 def _read_tree(path: str) -> Topology:
-    """Return the topology in a copy of /sys; a copy of /proc next to it is also read."""
     for sys_root, proc_root in (
         (os.path.join(path, "sys"), os.path.join(path, "proc")),
         (path, os.path.join(path, os.pardir, "proc")),

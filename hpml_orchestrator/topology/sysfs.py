@@ -23,8 +23,6 @@ from hpml_orchestrator.topology.pci import NVIDIA, PciPath, full_address, is_gpu
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-__all__ = ["read_sysfs"]
-
 _SOURCE = "sysfs"
 _KIB = 1024
 _AMD_VENDORS = frozenset({0x1002, 0x1022})
@@ -110,7 +108,6 @@ def _memory(meminfo: str) -> int:
 
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the distances to all domains; none if the counts differ."""
     words = re.findall(r"[0-9]{1,9}", text)
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
@@ -152,12 +149,6 @@ def _read_text(*parts: str) -> str:
 
 
 def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
-    """Return the CPUs of a file with a list; none if it has no such list.
-
-    Args:
-        parts: the file's path.
-        mask: a file in the same directory with the same CPUs as a mask, if the list is missing.
-    """
     try:
         text = _read_text(*parts)
         if not text and mask:
@@ -168,7 +159,6 @@ def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
 
 
 def _list_directory(*parts: str) -> list[str]:
-    """Return the sorted names in a directory; none if it is missing."""
     try:
         return sorted(os.listdir(os.path.join(*parts)))
     except OSError:
@@ -205,7 +195,6 @@ class _PciDevices:
         return self.number(address, "vendor"), self.number(address, "class") >> 8
 
     def _path(self, address: str) -> PciPath:
-        """Return the bridges above a device."""
         bridges = self.chains.get(address, ())[:-1]
         own = frozenset(
             bridge
@@ -238,7 +227,6 @@ class _PciDevices:
 
 
 def _chain(path: str) -> tuple[str, ...]:
-    """Return the PCI part of a device's real path, from the host bridge on."""
     parts = os.path.realpath(path).split(os.sep)
     start = next((i for i, part in enumerate(parts) if re.match("pci[0-9a-f]+:", part)), None)
     if start is None:
@@ -310,7 +298,6 @@ def _with_mig_instances(topology: Topology, listing: str) -> Topology:
 
 
 def _add_nics(devices: Devices, pci: _PciDevices) -> None:
-    """Add the RDMA devices and network interfaces on PCI."""
     for group in ("infiniband", "net"):
         root = os.path.join(pci.root, "class", group)
         for name in _list_directory(root):

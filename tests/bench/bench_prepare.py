@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.prepare import prepare, render_job
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.load import load_job
 
 TASKS = 10_000

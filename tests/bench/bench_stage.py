@@ -41,7 +41,9 @@ HERE = Path(__file__).parent
 BLOCK_BYTES = 1 << 20
 STAGE = """
 import sys
-from hpml_orchestrator.staging import CopyStager, CopyOptions, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 source, target, kind, hashed, threads = sys.argv[1:]
 options = CopyOptions(hash=hashed == "hash", threads=int(threads) or None)
 stager = CopyStager("bench", options=options)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = ["CLUSTER", "INTERVAL", "Cluster"]
-
 CLUSTER = "main"
 GPUS = 8
 INTERVAL = 30  # seconds between two samples of a series

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from deploy.gpusim.gpusim import Process, Simulator, Square, State, h100
 
-__all__ = ["Load", "loaded"]
-
 CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices")
 KERNEL = Path("/sys/fs/cgroup")
 FIRST_JOB = 910_000

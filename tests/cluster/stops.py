@@ -28,8 +28,6 @@ from tests.cluster.user import VENV, install
 from tests.patience import PATIENCE_SECONDS
 from tests.patience import eventually as soon
 
-__all__ = ["KINDS", "SAVE_EVERY", "Figures", "Life", "Stop", "schedule", "table"]
-
 SAVE_EVERY = 100
 EVALUATE_EVERY = 60
 _SUCCESSOR_SECONDS = 40

@@ -12,7 +12,7 @@ import pytest
 
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.job import Job
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import eventually

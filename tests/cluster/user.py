@@ -19,18 +19,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = [
-    "AS_USER",
-    "HOME",
-    "HPML",
-    "PYTHON",
-    "UID",
-    "VENV",
-    "Directories",
-    "hand_over",
-    "install",
-]
-
 ROOT = Path(__file__).parents[2]
 _IS_ROOT = os.geteuid() == 0
 _USER = pwd.getpwnam("games") if _IS_ROOT else pwd.getpwuid(os.getuid())

@@ -24,8 +24,6 @@ from deploy.gpusim.gpusim import Simulator, State, h100
 from tests.faultmatrix.matrix import CASES, HEALTHY, SEEDS, Case
 from tests.unit.local_runs import Desk
 
-__all__ = ["ALL", "FaultDesk", "recorded_cases", "restore"]
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORDS = HERE / "records"

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "HEALTHY", "SEEDS", "Case"]
-
 SEEDS = (1, 2)
 RANKED = frozenset({"forward", "backward", "quota"})  # faults of one rank of two
 STAGED = {"stage": [{"name": "digits", "source": "digits", "target": "shm"}]}

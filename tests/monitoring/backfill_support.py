@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["END", "SECONDS", "backfill", "expressions", "openmetrics", "panels", "resolved"]
-
 END = 1_767_225_600
 """Unix seconds of the last sample."""
 SECONDS = 3600

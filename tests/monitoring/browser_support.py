@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Browser", "browser", "chromium"]
-
 # Chromium reads commands from descriptor 3 and writes answers to 4.
 _LAUNCH = """
 import os, sys

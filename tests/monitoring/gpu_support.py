@@ -15,8 +15,6 @@ import pytest
 
 from deploy.gpusim.gpusim import Simulator, State, h100
 
-__all__ = ["ALL", "GIB", "UP", "Answer", "Running", "Start", "gpu_collector", "pci_device"]
-
 GIB = 1 << 30
 UP = "hpml_gpu_up"
 _CHILD = Path(__file__).with_name("gpu_child.py")

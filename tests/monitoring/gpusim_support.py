@@ -18,8 +18,6 @@ from deploy.gpusim.gpusim import GpusimError, Simulator, State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Gpusim", "gpusim", "gpusim_library"]
-
 _PROBE = Path(__file__).with_name("gpusim_probe.py")
 
 

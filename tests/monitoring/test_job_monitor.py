@@ -17,7 +17,7 @@ import pytest
 from deploy.gpusim.gpusim import Event, Process, State, a100
 from hpml_orchestrator.node.monitor import NodeMonitor
 from hpml_orchestrator.node.options import MonitorOptions
-from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.reporting.monitor import monitor_lines, monitored_nodes
 from tests.patience import eventually
 

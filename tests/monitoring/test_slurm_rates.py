@@ -11,7 +11,7 @@ from hpml_exporters.core.sampler import CollectorSource, Sampler
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.metrics import SPECS, STATISTICS
 from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
-from hpml_exporters.web import Server
+from hpml_exporters.web.server import Server
 
 from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static
 from tests.patience import eventually

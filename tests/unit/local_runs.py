@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Desk"]
-
 
 class Desk:
     """Somebody who runs jobs on this machine."""

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.records.events import VOCABULARY
-from hpml_orchestrator.script import directives
+from hpml_orchestrator.script.directives import directives
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import load_site
 from hpml_orchestrator.spec.sweep import load_sweep

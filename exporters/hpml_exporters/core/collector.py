@@ -9,8 +9,6 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = ["Collector", "DriverLostError", "NotHereError", "StaleError"]
-
 
 class NotHereError(Exception):
     """There is nothing to read on this machine now: no driver, no such file system.

@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "metric", "shown_name"]
-
 MetricType = Literal["counter", "gauge", "info", "histogram"]
 _UNITS = frozenset(["seconds", "bytes", "ratio", "joules", "watts", "celsius", "hertz"])
 _SUFFIX = {"counter": "_total", "info": "_info"}

@@ -5,19 +5,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-__all__ = [
-    "Stat",
-    "environment",
-    "process_ids",
-    "processes_in",
-    "read",
-    "read_or_empty",
-    "stat",
-    "subdirectories",
-    "text",
-    "uid",
-]
-
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _READ_BYTES = 1 << 16
 _LONGEST = 4 << 20

@@ -20,8 +20,6 @@ from hpml_exporters.core.collector import Collector, DriverLostError, NotHereErr
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.selfmetrics import CollectorState, Outcome, self_families
 
-__all__ = ["CollectorSource", "Pauses", "Sampler", "Samples", "next_due", "tell"]
-
 _TOLD_AGAIN_SECONDS = 3600.0
 _SHOWN_CHARS = 300
 _INTERVAL_MIN_SECONDS = 0.01
@@ -304,7 +302,6 @@ class Sampler:
         thread.start()
 
     def _keep_reading(self, slot: _Slot, first: float) -> None:
-        """Have a collector read until the end; runs in its thread."""
         due = first
         while not self._ended.wait(max(0.0, due - time.monotonic())):
             pause = slot.read()

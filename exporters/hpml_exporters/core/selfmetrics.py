@@ -12,15 +12,6 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.metric import MetricSpec, MetricType, families
 from hpml_orchestrator import __version__
 
-__all__ = [
-    "SPECS",
-    "CollectorState",
-    "Outcome",
-    "node_families",
-    "self_families",
-    "server_families",
-]
-
 Outcome = Literal["new", "good", "absent", "failed"]
 
 

@@ -23,8 +23,6 @@ from hpml_exporters.gpu.table import Series
 from hpml_exporters.jobs.board import Jobs, JobsBoard
 from hpml_exporters.options import Context
 
-__all__ = ["GpuCollector", "make"]
-
 LOOK_SECONDS = 30.0
 """Between two looks for GPUs and MIG instances that came or went."""
 RETRY_SECONDS = (5.0, 300.0)
@@ -185,7 +183,6 @@ class GpuCollector:
     # Which GPUs ------------------------------------------------------------------------------
 
     def _current(self, now: float) -> Session:
-        """Return the session, opened or searched again if it is due."""
         session = self._session
         if session is not None and (self._down or self._nameless) and now >= self._next_retry:
             # A driver forgets that a GPU was lost only after everybody has closed it.
@@ -237,7 +234,6 @@ class GpuCollector:
         self._next_processes = now
 
     def _lose(self, session: Session, device: GpuDevice, now: float) -> None:
-        """Take a GPU out; the others stay."""
         session.events.poll(self._log, self._clock())
         before = self._known
         session.remove(device.parent or device.uuid)
@@ -298,7 +294,6 @@ class GpuCollector:
         return chain(identity, others, _numbers(values, self._made))
 
     def _identity(self, session: Session) -> list[tuple[MetricSpec, list[Row]]]:
-        """Return the series that say which GPUs there are and whether they answer."""
         states = {
             reader.device.uuid: reader.up for reader in session.readers if not reader.device.parent
         }
@@ -329,18 +324,11 @@ class GpuCollector:
 
 
 def _leaves(shown: Iterable[GpuDevice], devices: Iterable[GpuDevice]) -> list[GpuDevice]:
-    """Return what processes can be on: instances, and GPUs that have none."""
     split = {device.parent for device in devices}
     return [device for device in shown if device.uuid not in split]
 
 
 def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Iterator[Metric]:
-    """Yield the families of all numbers that were read.
-
-    Args:
-        values: the numbers.
-        made: families by name, with what they were made of: most are the same at the next scrape.
-    """
     rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
     for device, numbers in values:
         for (name, labels), number in numbers.items():

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from nvitop.api import MigDevice, PhysicalDevice
     from nvitop.api.libnvml import c_nvmlDevice_t
 
-__all__ = ["GpuDevice", "discover", "gpus_on_bus", "pci_address"]
-
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 
@@ -151,11 +149,7 @@ def discover(
 
 
 def _is_lost(error: Exception) -> bool:
-    """Tell a GPU that does not answer from one that is none of our business.
-
-    Raises:
-        DriverLostError: nothing answers.
-    """
+    """Tell a GPU that does not answer from one that is none of our business."""
     code = code_of(error)
     with contextlib.suppress(GpuLostError):
         check(code)
@@ -219,7 +213,6 @@ def _instance(gpu: GpuDevice, device: MigDevice) -> GpuDevice | None:
 
 
 def _text(answer: object) -> str:
-    """Return an answer of nvitop's, empty for its NA (a subclass of str)."""
     return str(answer) if type(answer) is str else ""
 
 

@@ -11,8 +11,6 @@ from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.metrics import XID_ERRORS, XID_LAST
 from hpml_exporters.gpu.nvml import SUCCESS, Nvml
 
-__all__ = ["XidEvents", "XidLog"]
-
 _XID = 8  # nvmlEventTypeXidCriticalError
 _AT_ONCE = 64
 _KINDS = 24

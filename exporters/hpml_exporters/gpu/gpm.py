@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.nvml import SUCCESS, Code, Nvml, check
 
-__all__ = ["Gpm"]
-
 _HEADER = struct.Struct("<IIQQ")  # version, number of metrics, both samples
 _METRIC_SIZE = 40  # sizeof(nvmlGpmMetric_t): id, return code, double, three strings
 _METRICS_MAX = 1024  # the driver's struct has room for NVML_GPM_METRIC_MAX (477 in 2026)

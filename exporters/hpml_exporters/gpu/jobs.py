@@ -14,8 +14,6 @@ from hpml_exporters.gpu.devices import GpuDevice, pci_address
 from hpml_exporters.gpu.nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
 from hpml_exporters.jobs.board import JobFacts, Jobs
 
-__all__ = ["Processes", "job_families", "process_families", "processes_of", "resolve"]
-
 Processes = Mapping[str, Mapping[int, int | None] | None]
 """Bytes of GPU memory by process id (None: unknown), by UUID of the GPU or instance; None for one
 whose list cannot be read."""
@@ -174,7 +172,6 @@ def job_families(
 def _used(
     shown: Iterable[str], jobs: Jobs, processes: Processes
 ) -> dict[str, dict[str, list[int | None]]]:
-    """Return the memory of each process by GPU, by job."""
     used: dict[str, dict[str, list[int | None]]] = {jobid: {} for jobid in shown}
     for uuid, pids in processes.items():
         for pid, memory in (pids or {}).items():
@@ -191,15 +188,7 @@ def _counts(
     used: AbstractSet[str],
     unread: AbstractSet[str],
 ) -> dict[MetricSpec, int]:
-    """Return a job's numbers of GPUs, without those that hang on a list that cannot be read.
-
-    Args:
-        job: whose allocation may be unknown.
-        own: GPUs that it was allocated.
-        missing: number of allocated GPUs that were lost before they were seen.
-        used: GPUs on which it has a process.
-        unread: GPUs whose processes are not known.
-    """
+    """Return a job's numbers of GPUs, without those that hang on a list that cannot be read."""
     if job.gpus is None:
         return {} if unread else {gpu.JOB_GPUS_USED: len(used)}
     counts = {gpu.JOB_GPUS_ALLOCATED: len(own) + missing}

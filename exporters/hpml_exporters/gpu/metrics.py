@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, MetricType
 
-__all__ = ["SPECS"]
-
 _GPM = "nvmlGpmMetricsGet, metric {} (Hopper and later)"
 _FIELD = "nvmlDeviceGetFieldValues, field {}"
 _PROCESS_LISTS = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
@@ -17,18 +15,15 @@ _UNITS = {"seconds", "ratio", "bytes", "watts", "joules", "celsius", "hertz"}
 
 
 def _gauge(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
-    """Return the description of a gauge with one series per GPU, or per GPU and label."""
     return MetricSpec(f"hpml_gpu_{name}", "gauge", help_, ("uuid", *labels), _unit_of(name), source)
 
 
 def _counter(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
-    """Return the description of a counter with one series per GPU, or per GPU and label."""
     full = f"hpml_gpu_{name}_total"
     return MetricSpec(full, "counter", help_, ("uuid", *labels), _unit_of(name), source)
 
 
 def _of_job(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
-    """Return the description of a metric of jobs."""
     kind: MetricType = "info" if name.endswith("_info") else "gauge"
     return MetricSpec(
         f"hpml_job_{name}", kind, help_, ("cluster", "jobid", *labels), _unit_of(name), source

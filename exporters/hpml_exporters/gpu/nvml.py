@@ -12,20 +12,6 @@ from types import ModuleType
 
 from hpml_exporters.core.collector import DriverLostError, NotHereError
 
-__all__ = [
-    "INSUFFICIENT_SIZE",
-    "NOT_SUPPORTED",
-    "NO_DATA",
-    "NO_PERMISSION",
-    "SUCCESS",
-    "UNSUPPORTED",
-    "Code",
-    "GpuLostError",
-    "Nvml",
-    "check",
-    "code_of",
-]
-
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 NOT_SUPPORTED = 3
@@ -73,7 +59,6 @@ def code_of(error: Exception) -> Code:
 
 
 def _missing(*_: object) -> Code:
-    """Stand for a function that the driver's library does not have."""
     return FUNCTION_NOT_FOUND
 
 
@@ -138,7 +123,6 @@ class Nvml:
             getattr(self._nvml, "__flags", []).clear()
 
     def _unload(self) -> None:
-        """Forget the library's file, so that the next attempt loads the one of the new driver."""
         import _ctypes  # noqa: PLC0415 - rare
 
         import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - heavy
@@ -151,11 +135,7 @@ class Nvml:
 
 
 def _nvitop() -> ModuleType:
-    """Import nvitop's API (never its terminal program) without its banner and its log file.
-
-    Raises:
-        NotHereError: it is not installed.
-    """
+    """Import nvitop's API (never its terminal program) without its banner and its log file."""
     import logging  # noqa: PLC0415 - nvitop needs it, nodes without a GPU do not
 
     logger = logging.getLogger("nvitop.api.libnvml")

@@ -15,8 +15,6 @@ from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import NO_DATA, NOT_SUPPORTED, SUCCESS, UNSUPPORTED, Code, Nvml, check
 from hpml_exporters.gpu.table import Field, GpmMetric, GpuSeries, NvmlCall
 
-__all__ = ["Answer", "Question", "questions"]
-
 Answer = tuple[Code, float | None]
 """NVML's code, and the value in our unit; None if it is unknown this time."""
 

@@ -13,8 +13,6 @@ from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
 from hpml_exporters.gpu.questions import Question, questions
 from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, GpuSeries, Series
 
-__all__ = ["History", "Reader"]
-
 _GAP_SECONDS = 120.0
 _GAP_INTERVALS = 2.5
 

@@ -14,8 +14,6 @@ from hpml_exporters.gpu.reader import History, Reader
 if TYPE_CHECKING:
     from nvitop.api import PhysicalDevice
 
-__all__ = ["Session"]
-
 
 def _roots(devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
     names = {device.uuid for device in devices}

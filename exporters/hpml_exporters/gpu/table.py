@@ -14,17 +14,6 @@ from typing import Literal
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.gpu import metrics as gpu
 
-__all__ = [
-    "GPU",
-    "INSTANCE",
-    "Field",
-    "GpmMetric",
-    "GpuSeries",
-    "NvmlCall",
-    "Series",
-    "throttle_reason",
-]
-
 Series = tuple[str, tuple[str, ...]]
 """Name of the metric, and values of its labels after `uuid`."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["LOCAL_CLUSTER", "JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of", "job_key"]
-
 _LONGEST_TEXT = 256
 LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")  # what hpml's local backend calls itself
 

@@ -19,8 +19,6 @@ from itertools import islice
 from hpml_exporters.core import procfs
 from hpml_exporters.jobs.board import job_key
 
-__all__ = ["FoundJob", "GroupJobs"]
-
 _CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices", "cpu", "pids", "blkio")
 """Of version 1, in the order in which jobs are looked for: proctrack/cgroup uses the freezer."""
 
@@ -155,7 +153,6 @@ class GroupJobs:
                 yield pid
 
     def _roots_of(self, pid: int) -> Iterator[_Root]:
-        """Yield the directories that hold the job of a process, by its /proc/PID/cgroup."""
         for line in procfs.text(f"{self._proc}/{pid}/cgroup").split("\n"):
             number, _, rest = line.partition(":")
             names, _, path = rest.partition(":")
@@ -210,7 +207,6 @@ class GroupJobs:
         return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
 
     def _members(self, root: _Root, path: str, known: _Known) -> list[tuple[str, list[int]]]:
-        """Return the processes of a job's groups, each with the step."""
         for _ in range(2):  # again if a group was removed since they were listed
             links = _links(path)
             if not 1 < links == known.links or self._looks >= known.relist_at:
@@ -227,7 +223,6 @@ class GroupJobs:
 
 
 def _groups(root: _Root, job: str) -> Iterator[tuple[str, str]]:
-    """Yield the groups of a job that may have processes, each with its step."""
     if root.controller:
         yield "", job  # version 1 leaves slurmstepd here
     for name in procfs.subdirectories(job):

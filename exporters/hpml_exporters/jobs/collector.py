@@ -13,8 +13,6 @@ from hpml_exporters.jobs.finder import JobFinder
 from hpml_exporters.jobs.usage import JobUsage, read_usage
 from hpml_exporters.options import Context
 
-__all__ = ["JobsCollector", "make"]
-
 Rows = dict[MetricSpec, list[Row]]
 Counters = dict[tuple[str, MetricSpec, str], float]
 
@@ -72,7 +70,6 @@ make = JobsCollector
 
 
 def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
-    """Add who the job is."""
     names = metrics.INFO.labels[2:]
     rows[metrics.INFO].append(((*label, *(getattr(facts, name) for name in names)), 1.0))
     if facts.run:

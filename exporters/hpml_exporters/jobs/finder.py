@@ -21,8 +21,6 @@ from hpml_exporters.jobs.cgroups import FoundJob, GroupJobs
 from hpml_exporters.jobs.identity import Identities
 from hpml_exporters.options import NodeOptions
 
-__all__ = ["MOST_PER_USER", "JobFinder"]
-
 MOST_PER_USER = max(64, os.cpu_count() or 1)
 """Jobs of one user that are shown, those that began first; four times as many of all users."""
 
@@ -117,7 +115,6 @@ class JobFinder:
         return list(jobs.values())
 
     def _tell(self, kind: str, message: str) -> None:
-        """Log the first message of its kind."""
         if kind not in self._told:
             self._told.add(kind)
             tell(f"collector jobs: {message}")

@@ -17,8 +17,6 @@ from hpml_exporters.jobs.board import JobFacts, facts_of
 from hpml_exporters.jobs.cgroups import FoundJob
 from hpml_exporters.options import Roots
 
-__all__ = ["LARGEST_MAP", "Identities", "UserNames", "read_map"]
-
 LARGEST_MAP = 16384  # bytes; templates/prolog writes less than 4 KiB
 _MAP_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -127,7 +125,6 @@ class Identities:
             known.uid, known.looks, known.told = uid, 0, None
 
     def _ask(self, job: FoundJob, known: _Known) -> None:
-        """Read the job's facts from the environment of its processes."""
         for step, pid in _first(job):
             if procfs.uid(self._roots.proc, pid) == known.uid:
                 values = procfs.environment(self._roots.proc, pid)
@@ -221,7 +218,6 @@ def _first(job: FoundJob) -> Iterable[tuple[str, int]]:
 
 
 def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
-    """Return the facts in the environment of a process."""
     known: dict[str, object] = {
         field: values[name] for field, name in _VARIABLES.items() if name in values
     }
@@ -255,6 +251,5 @@ def _gpus(step: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _completed(facts: JobFacts, more: JobFacts | None) -> JobFacts:
-    """Return the facts with what is unknown in them taken from others of the same job."""
     unknown = [one.name for one in fields(facts) if getattr(facts, one.name) == one.default]
     return replace(facts, **{name: getattr(more, name) for name in unknown}) if more else facts

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, metric
 
-__all__ = ["GROUP_SPECS", "PROCESS_SPECS", "SPECS"]
-
 _INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 
 

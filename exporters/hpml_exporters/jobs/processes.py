@@ -21,8 +21,6 @@ from hpml_exporters.jobs.board import JobSeen
 from hpml_exporters.jobs.usage import counts_cpu, counts_memory
 from hpml_exporters.options import Context
 
-__all__ = ["ProcessTotals", "ProcessesCollector", "make"]
-
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
 _IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
 _NO_IO = (0,) * len(_IO)
@@ -205,11 +203,6 @@ class ProcessesCollector:
     def _read_one(
         self, job: _Job, pid: int, here: frozenset[int], now: float
     ) -> tuple[procfs.Stat, tuple[int, ...] | None]:
-        """Return what a process shows, and its I/O if that may be read.
-
-        Raises:
-            ProcessLookupError: it is gone.
-        """
         known = job.processes.get(pid)
         # One that lost its parent has got another, which may soon have its counts.
         is_due = (pid + self._looks) % _STAT_LOOKS == 0
@@ -310,7 +303,6 @@ def _parse_io(data: bytes) -> tuple[int, ...] | None:
 def _measure(
     rows: dict[MetricSpec, list[Row]], label: Sequence[str], seen: JobSeen, job: _Job
 ) -> None:
-    """Add what the processes of a job used."""
     user, system, *io = job.totals.total()
     known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
     # Slurm's own sleep in the extern step is root's: no part of what the user's processes do.

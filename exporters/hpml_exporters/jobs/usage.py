@@ -10,8 +10,6 @@ from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.procfs import read_or_empty, subdirectories
 from hpml_exporters.jobs import metrics
 
-__all__ = ["JobUsage", "counts_cpu", "counts_memory", "read_usage"]
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NO_LIMIT = 1 << 60  # version 1 has no word for it, only a number near the largest one
 _PRESSURES = ("cpu", "memory", "io")
@@ -128,7 +126,6 @@ def _cpus(path: str) -> int | None:
 
 
 def _pairs(path: str) -> dict[bytes, bytes]:
-    """Return the lines of a file, each a name and a number."""
     words = read_or_empty(path).split()
     return dict(zip(words[::2], words[1::2], strict=False))
 

@@ -22,8 +22,6 @@ from hpml_exporters.core.procfs import read
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.mounts import Mount, parse_mounts
 
-__all__ = ["SPECS", "Disks", "local_mounts", "make"]
-
 _of_disk = partial(metric, labels="device", source="/proc/diskstats")
 _READ = _of_disk("hpml_disk_read_bytes_total", "Bytes read from a local disk since boot.")
 _WRITTEN = _of_disk("hpml_disk_written_bytes_total", "Bytes written to a local disk since boot.")

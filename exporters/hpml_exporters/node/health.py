@@ -21,8 +21,6 @@ from hpml_exporters.options import Context
 from hpml_orchestrator.records.files import names_in
 from hpml_orchestrator.records.mounts import parse_mounts
 
-__all__ = ["SPECS", "Chip", "Health", "NodeHealth", "make", "read_health"]
-
 _SYNCHRONIZED = metric(
     "hpml_node_clock_synchronized",
     "Whether the kernel's clock is synchronised, by NTP or PTP.",
@@ -213,7 +211,6 @@ def _clock() -> tuple[bool | None, float | None]:
 
 
 def _processes(proc: str) -> tuple[list[tuple[int, int]], int]:
-    """Return the processes in uninterruptible sleep, and the number of zombies."""
     sleeping, zombies = [], 0
     for pid in process_ids(proc):
         found = stat(proc, pid)
@@ -224,7 +221,6 @@ def _processes(proc: str) -> tuple[list[tuple[int, int]], int]:
 
 
 def _memory_errors(sys: str, file: str) -> int | None:
-    """Return the sum over the memory controllers; None without one that the kernel watches."""
     directory = f"{sys}/devices/system/edac/mc"
     counts = [text(f"{directory}/{name}/{file}") for name in names_in(directory)]
     known = [int(count) for count in counts if count.isdecimal()]

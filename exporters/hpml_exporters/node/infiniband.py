@@ -21,8 +21,6 @@ from hpml_exporters.core.procfs import text
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.files import names_in
 
-__all__ = ["SPECS", "Infiniband", "make"]
-
 _SOURCE = "/sys/class/infiniband/*/ports/*"
 _of_port = partial(metric, labels="device port")
 _RECEIVED = _of_port(

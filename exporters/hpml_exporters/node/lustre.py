@@ -26,8 +26,6 @@ from hpml_exporters.core.procfs import read
 from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
-__all__ = ["SPECS", "Lustre", "make"]
-
 _SOURCE = "llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre"
 _of_system = partial(metric, labels="filesystem", source=_SOURCE)
 _READ = _of_system(
@@ -88,7 +86,6 @@ class Lustre:
         """Nothing is open."""
 
     def _mounts(self) -> Iterator[Part]:
-        """Yield what each mount counted, by the file system's name."""
         for place in self._places:
             try:
                 names = os.listdir(place)
@@ -106,7 +103,6 @@ make = Lustre
 
 
 def _counted(text: str) -> list[int]:
-    """Return what a file of stats counts, in the order of the columns."""
     calls = dict.fromkeys(_OPS, 0)
     sums = {"read": 0, "write": 0}
     for line in text.splitlines():

@@ -28,8 +28,6 @@ from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.mounts import parse_mounts, plain_path
 
-__all__ = ["SPECS", "Nfs", "make"]
-
 _SOURCE = "/proc/self/mountstats"
 _of_export = partial(metric, labels="server export", source=_SOURCE)
 _READ = _of_export(

@@ -37,8 +37,6 @@ from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
 from hpml_exporters.options import Context
 
-__all__ = ["ENTRIES", "SPECS", "Shm", "make"]
-
 _STATVFS = "statvfs(2) of /dev/shm"
 _SIZE = metric("hpml_shm_size_bytes", "Size of /dev/shm.", source=_STATVFS)
 _USED = metric("hpml_shm_used_bytes", "Memory that files in /dev/shm take.", source=_STATVFS)
@@ -103,7 +101,6 @@ class Shm:
             self._walk = None
 
     def _of_jobs(self) -> Iterator[Row]:
-        """Yield what each job has, of those whose user is known."""
         if self._found is None:
             return
         jobs = self._jobs.now.by_id
@@ -166,7 +163,6 @@ class _Walk:
     def _count(
         self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
     ) -> Iterator[None]:
-        """Count an entry, with a directory's content, as a job's or else as its user's."""
         yield
         with suppress(OSError), self._held(name, parent) as (fd, info):
             is_directory = stat.S_ISDIR(info.st_mode)
@@ -181,7 +177,6 @@ class _Walk:
                     yield from self._count(inner, fd, depth + 1, job)
 
     def _count_jobs(self, user: int, uid: int) -> Iterator[None]:
-        """Count what was staged for each job of a user."""
         for name in _names(user):
             yield
             key = _job_of(name)
@@ -214,7 +209,6 @@ class _Walk:
             return None
 
     def _manifest_bytes(self, name: str, parent: int) -> int | None:
-        """Return the size in a manifest's first line; None without one."""
         try:
             with self._held(name, parent) as (fd, info):
                 if not stat.S_ISREG(info.st_mode):
@@ -226,17 +220,11 @@ class _Walk:
         return size if type(size) is int and size >= 0 else None
 
     def _mount_of(self, fd: int) -> bytes:
-        """Return the number of the mount that a descriptor is on."""
         os.dup2(fd, self._probe, inheritable=False)  # its fdinfo is open: half the cost
         return os.pread(self._info, 512, 0).partition(b"mnt_id:")[2].partition(b"\n")[0]
 
     @contextmanager
     def _held(self, name: str, parent: int) -> Iterator[tuple[int, os.stat_result]]:
-        """Yield a descriptor (O_PATH) and the inode of a name on our mount.
-
-        Raises:
-            OSError: nothing does, it is not for us, or another file system.
-        """
         fd = os.open(name, _HELD, dir_fd=parent)
         try:
             if self._mount_of(fd) != self._mount:
@@ -258,7 +246,6 @@ def _job_of(name: str) -> str | None:
 
 
 def _names(directory: int) -> Iterator[str]:
-    """Yield the names in a directory; none if it cannot be read."""
     with suppress(OSError):
         # "." stays below what may be mounted there by now.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)

@@ -7,9 +7,6 @@ from typing import TypeAlias
 
 from hpml_exporters.core.metric import MetricSpec, Row
 
-__all__ = ["Part", "Totals"]
-
-
 Part: TypeAlias = tuple[tuple[str, ...], Hashable, Sequence[float]]
 """What one mount counted: labels of its sum, what identifies the mount, its counters by column."""
 

@@ -19,8 +19,6 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 if TYPE_CHECKING:
     from hpml_exporters.slurm.view import ViewSource
 
-__all__ = ["INTERVAL_MIN", "SlurmCollector"]
-
 INTERVAL_MIN = 30.0
 """Seconds between two refreshes, at least: each asks the controller for the whole queue."""
 
@@ -161,7 +159,6 @@ class _Times:
 
 
 def _capped(counts: _Counts) -> _Counts:
-    """Keep the names with most jobs; the rest are one name, `other`."""
     totals: Counter[str] = Counter()
     for (name, _), count in counts.items():
         totals[name] += count

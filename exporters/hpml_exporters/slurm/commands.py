@@ -19,8 +19,6 @@ from hpml_orchestrator.scheduler.slurm.parse import parse_time
 from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
 from hpml_orchestrator.spec.values import read_gres
 
-__all__ = ["Commands", "count_tasks", "head_of_reason"]
-
 _UNIT, _RECORD = "\x1f", "\x1e"
 _JOB_FIELDS = (
     "JobArrayID State Reason Partition QOS UserName EligibleTime StartTime EndTime".split()
@@ -110,11 +108,6 @@ class Commands:
 
 
 def _jobs_of(text: str) -> Iterator[QueueRow]:
-    """Yield the rows of squeue.
-
-    Raises:
-        SchedulerUnavailable: the last row is cut off.
-    """
     for fields in _rows(text, len(_JOB_FIELDS), "squeue"):
         job_id, state, reason, partition, qos, user, eligible, start, end = fields
         pending = state == "PENDING"
@@ -133,11 +126,6 @@ def _jobs_of(text: str) -> Iterator[QueueRow]:
 
 
 def _nodes_of(text: str) -> list[ClusterNode]:
-    """Return the nodes of sinfo, which has a row per node and partition.
-
-    Raises:
-        SchedulerUnavailable: the last row is cut off.
-    """
     partitions: dict[str, list[str]] = {}
     first: dict[str, list[str]] = {}
     for fields in _rows(text, len(_NODE_FIELDS), "sinfo"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, MetricType
 
-__all__ = ["SPECS", "STATISTICS"]
-
 _UNITS = ("seconds", "bytes", "ratio")
 _TYPES: dict[str, MetricType] = {"total": "counter", "info": "info"}
 
@@ -13,7 +11,6 @@ _TYPES: dict[str, MetricType] = {"total": "counter", "info": "info"}
 def _spec(
     source: str, name: str, labels: str, text: str, kind: MetricType | None = None
 ) -> MetricSpec:
-    """Describe a metric; its type and unit follow from the end of its name."""
     end = name.rpartition("_")[2]
     unit = end if end in _UNITS else ""
     kind = kind or _TYPES.get(end, "gauge")

@@ -17,8 +17,6 @@ from hpml_orchestrator.scheduler.slurm.records import node_states
 if TYPE_CHECKING:
     import pyslurm
 
-__all__ = ["Native", "job_of", "node_of"]
-
 
 class Native:
     """Reads jobs, nodes and statistics by pyslurm, and what it has no object for by commands."""
@@ -87,7 +85,6 @@ def node_of(node: pyslurm.Node) -> ClusterNode:
 
 
 def _gpus(resources: Mapping[str, int]) -> dict[str, int]:
-    """Return GPUs by type; an entry without type is the sum, if there are others."""
     names = (name.partition(":") for name in resources if name.partition(":")[0] == "gpu")
     counts = {kind: resources[f"gpu{colon}{kind}"] for _, colon, kind in names}
     return {kind: count for kind, count in counts.items() if kind or len(counts) == 1}

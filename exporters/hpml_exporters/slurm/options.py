@@ -15,8 +15,6 @@ from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 if TYPE_CHECKING:
     from hpml_exporters.slurm.view import ViewSource
 
-__all__ = ["SOURCES", "SlurmOptions"]
-
 SOURCES = ("auto", "pyslurm", "commands")
 _STUCK_SECONDS = 600.0  # several commands of up to a minute each
 

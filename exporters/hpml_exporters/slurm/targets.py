@@ -14,8 +14,6 @@ from hpml_exporters.slurm.commands import Commands
 from hpml_exporters.slurm.view import ClusterNode
 from hpml_orchestrator.errors import SchedulerUnavailable
 
-__all__ = ["TargetServer", "targets"]
-
 _CACHE_SECONDS = 60.0
 _CLIENT_SECONDS = 10.0
 _AWAY = frozenset({"down", "drained", "powered_down"})

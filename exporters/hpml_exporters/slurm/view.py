@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 
 from hpml_orchestrator.scheduler.cluster import node_state, takes_jobs
 
-__all__ = ["ENDED", "ClusterNode", "QueueRow", "Reservation", "View", "ViewSource"]
-
 ENDED = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
     "PREEMPTED RECONFIG_FAIL REVOKED TIMEOUT".split()

@@ -31,8 +31,6 @@ from hpml_orchestrator.records.feed import (
     RankFigures,
 )
 
-__all__ = ["TrainingCollector", "make"]
-
 _SILENT_SECONDS = 60.0
 _STALE_SECONDS = 600.0  # an older loss or accuracy is not shown
 _WINDOW_SECONDS = 60.0
@@ -117,7 +115,6 @@ def _series(
 
 
 def _spread(job: _JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str, ...], float]]:
-    """Yield the extremes of the ranks, in a fixed number of series."""
     each = [(rank, rank.per_step("step_seconds")) for rank in job.ranks(now)]
     steps = [seconds for _, seconds in each if seconds is not None]
     if steps:

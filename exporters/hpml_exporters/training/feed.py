@@ -24,8 +24,6 @@ from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.jobs.board import JobsBoard
 from hpml_orchestrator.records.feed import MAX_MESSAGE_BYTES, FeedMessage, decode, part_of
 
-__all__ = ["InheritedFeed", "ListeningFeed", "Said"]
-
 SOCKET_NAME = "exporter.sock"
 _BACKLOG = 512
 _MESSAGES = 128  # of one connection at a sample
@@ -192,7 +190,6 @@ class ListeningFeed:
             os.unlink(self._path)
 
     def _bind(self, directory: str) -> None:
-        """Listen in the place of an exporter that is gone."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory)
             os.chmod(directory, 0o755)  # noqa: S103 - whatever the umask: all users' agents come
@@ -239,7 +236,6 @@ class ListeningFeed:
         return self._shares[owner] < _PER_OWNER and len(self._connections) < _CONNECTIONS
 
     def _look_up(self, one: _Connection) -> None:
-        """Give a connection to its job, or refuse it if none is found after some samples."""
         jobid = self._jobs.now.job_of(one.pid)
         one.looks += 1
         if jobid is not None and self._has_room(jobid):
@@ -257,7 +253,6 @@ class ListeningFeed:
 
 
 def _is_taken(path: str) -> bool:
-    """Return whether somebody listens at a path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
         one.setblocking(False)
         try:

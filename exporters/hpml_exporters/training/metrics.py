@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, metric
 
-__all__ = ["OF_COUNTERS", "OF_GAUGES", "OF_PARTS", "SPECS"]
-
 _CHANNEL = "training channel (training_jobs/hpml_channel.py), through the job's node agent"
 _MEASURED = f"{_CHANNEL}; only when the training measures it"
 _VERIFIED = "the node agent's look at the ranks' live processes"

@@ -9,8 +9,6 @@ import socket
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["listen_on", "split"]
-
 _FORM = re.compile(r"(?:\[([^][/ ]+)\]|([^][:/ ]*)):([0-9]{1,5})")
 _HINT = "ADDRESS:PORT, such as 127.0.0.1:9445, [::1]:9445, or :9445 for all addresses"
 _PORT_MAX = 65535

@@ -19,8 +19,6 @@ from typing import Any, Literal, TypedDict
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = ["WebConfig", "fingerprint", "main", "read", "tls_context"]
-
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
     "RequestClientCert": ssl.CERT_NONE,  # whoever shows any certificate, or none, may read
@@ -124,11 +122,6 @@ def read(path: str) -> WebConfig:
 
 
 def _parse(path: str) -> object:
-    """Return the content of a YAML file, every scalar as text.
-
-    Raises:
-        InputError: it cannot be read or parsed; its text is not shown.
-    """
     from ruamel.yaml import YAML  # noqa: PLC0415 - only with a file
     from ruamel.yaml.constructor import DuplicateKeyError  # noqa: PLC0415 - as above
     from ruamel.yaml.error import MarkedYAMLError, YAMLError  # noqa: PLC0415 - as above
@@ -153,17 +146,6 @@ def _parse(path: str) -> object:
 
 
 def _mapping(data: object, kinds: Mapping[str, object], name: str, prefix: str) -> dict[str, Any]:
-    """Return the fields that have a value.
-
-    Args:
-        data: of the file.
-        kinds: of its fields.
-        name: of the mapping in messages.
-        prefix: of its fields' names.
-
-    Raises:
-        InputError: it is not a mapping, or a field is unknown or wrong.
-    """
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise InputError("must be a mapping", field=name, hint=f"fields: {', '.join(kinds)}")
     values = {}
@@ -178,11 +160,6 @@ def _mapping(data: object, kinds: Mapping[str, object], name: str, prefix: str) 
 
 
 def _value(value: object, kind: object, name: str) -> object:
-    """Return the value of one field.
-
-    Raises:
-        InputError: it is of another kind.
-    """
     if isinstance(kind, dict):
         return _mapping(value, kind, name, f"{name}.")
     if kind is list:
@@ -201,11 +178,6 @@ def _value(value: object, kind: object, name: str) -> object:
 
 
 def _check_tls(tls: Tls, path: str) -> None:
-    """Refuse settings of TLS that miss something or contradict each other.
-
-    Raises:
-        InputError: they do.
-    """
     mode, pem = _verify_mode(tls), "name a PEM file"
     verify = "client_auth_type: RequireAndVerifyClientCert"
     no_ca = "client_ca_file" not in tls
@@ -228,7 +200,6 @@ def _verify_mode(tls: Tls) -> ssl.VerifyMode:
 
 
 def _versions(tls: Tls) -> tuple[ssl.TLSVersion, ssl.TLSVersion]:
-    """Return the lowest and the highest version."""
     least, most = tls.get("min_version", "TLS12"), tls.get("max_version", "TLS13")
     return _VERSIONS[least], _VERSIONS[most]
 

@@ -23,8 +23,6 @@ from hpml_exporters.web.passwords import TooManyPasswordsError
 if TYPE_CHECKING:
     from hpml_exporters.web.server import Server
 
-__all__ = ["STATUSES", "Client", "Handler", "Pages", "RequestLimits"]
-
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 431, 500, 503, 505)
 """Every status that the server ever sends."""
 
@@ -230,7 +228,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(*self._page(url.path or "/", names))
 
     def _page(self, path: str, names: list[str]) -> tuple[int, bytes, str, tuple[str, ...]]:
-        """Return status, body, content type and further headers of a page."""
         try:
             if path == "/metrics":
                 accept = ", ".join(self.headers.get_all("Accept", ()))
@@ -262,11 +259,9 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def _tell(self, status: int, text: str, *headers: str) -> None:
-        """Send a line of text."""
         self._send(status, f"{text}\n".encode(), _TEXT, headers)
 
     def _send(self, status: int, body: bytes, kind: str, headers: Sequence[str]) -> None:
-        """Send a response."""
         self.server.answered(status)
         lines = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -290,7 +285,6 @@ class Handler(BaseHTTPRequestHandler):
         self._served = True
 
     def _linger(self) -> None:
-        """End the connection, and give the client time to read the last response."""
         deadline = time.monotonic() + _LINGER_SECONDS
         self.request.sock.shutdown(socket.SHUT_WR)  # of TLS, too
         while self._within(deadline, self.request.sock.recv, _CHUNK_BYTES):
@@ -299,10 +293,5 @@ class Handler(BaseHTTPRequestHandler):
     def _within(
         self, deadline: float, operation: Callable[..., _Result], *arguments: object
     ) -> _Result:
-        """Return the result of a socket's operation.
-
-        Raises:
-            TimeoutError: the deadline passed before.
-        """
         self.request.sock.settimeout(max(0.001, deadline - time.monotonic()))
         return operation(*arguments)

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["Passwords", "TooManyPasswordsError"]
-
 _BCRYPT_BYTES = 72  # bcrypt reads no further
 _REMEMBERED = 128
 _WAITING_OF_ONE_ADDRESS = 4
@@ -84,7 +82,6 @@ class Passwords:
                 self._waiting += Counter()  # leaves out who waits no more
 
     def _check(self, name: bytes, password: bytes, key: bytes) -> bool:
-        """Check a password, and rest after a wrong one."""
         import bcrypt  # noqa: PLC0415 - only with users
 
         begun = time.thread_time()

@@ -24,8 +24,6 @@ from hpml_exporters.web.config import WebConfig, fingerprint, read, tls_context
 from hpml_exporters.web.handler import STATUSES, Client, Handler, Pages, RequestLimits
 from hpml_exporters.web.passwords import Passwords
 
-__all__ = ["Counters", "Server"]
-
 _PAUSE_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
 _REPORT_SECONDS = 60.0
@@ -221,7 +219,6 @@ class Server(ThreadingHTTPServer):
             self.counters.closed["crowded"] += 1
 
     def _drop(self, client: Client) -> None:
-        """Have a connection end; its thread closes it."""
         self._clients.discard(client)
         self.counters.connections = len(self._clients)
         with suppress(OSError):  # ended already

@@ -15,11 +15,9 @@ from hpml_orchestrator.scheduler.model import parse_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import EndRecord
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["AttemptReport", "attempt_reports"]
 
 _PLANNED = ("time_limit", "requested")
 _NO_FAILURE = ("CANCELLED", "COMPLETED")

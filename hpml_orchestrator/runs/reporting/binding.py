@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import BindingRecord
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.topology.model import Topology
-
-__all__ = ["BindingReport", "RankLocation", "Unreadable", "node_topology", "read_binding"]
 
 _SUFFIX = ".proof.json"
 _SHOWN_NODES = 3
@@ -145,7 +143,6 @@ def _verified(proof: NodeProof, rank: RankProof) -> RankLocation:
 
 
 def _recorded(record: BindingRecord) -> RankLocation:
-    """Return what hpml-bind recorded of a rank."""
     local_rank = record.get("local_rank")
     number = record["rank"] if local_rank is None else local_rank
     gpus = (record.get("visible") or "").split(",")

@@ -21,21 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord, SubmitRecord
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.runs.state import State
-
-__all__ = [
-    "RESULT_FILE",
-    "Description",
-    "Hours",
-    "command_text",
-    "describe",
-    "figures",
-    "hours_of",
-    "last_result",
-]
 
 RESULT_FILE = "result.json"
 """What a training may write to its run directory."""
@@ -164,7 +153,6 @@ def last_result(state: State, summary: Summary | None = None) -> dict[str, objec
 
 
 def _with_result(known: Description, state: State, summary: Summary) -> Description:
-    """Return a description with what the training reported, and which attempts did."""
     found, error, path = None, "", state.run.directory / RESULT_FILE
     try:
         found = read_result(path)
@@ -184,7 +172,6 @@ def _with_result(known: Description, state: State, summary: Summary) -> Descript
 
 
 def _command_of_job(job: JobFields) -> list[str]:
-    """Return the command of the ranks, with the placeholders of the job file."""
     if job["command"]:
         program = list(job["command"])
     else:
@@ -207,7 +194,6 @@ def _code(provenance: ProvenanceRecord) -> Code | None:
 
 
 def _point(record: SubmitRecord, state: State) -> tuple[int | None, dict[str, object]]:
-    """Return number and values of the point of a sweep that a run is; None without one."""
     points, values = record.get("points") or [], record.get("values") or []
     place = state.submission.index
     if place is None or place >= len(points):
@@ -325,7 +311,6 @@ def _hours(seconds: float, counts: tuple[int, int], basis: str) -> Hours:
 
 
 def _sum(parts: list[Hours]) -> Hours:
-    """Return the sum; it is `allocated` only if every part is."""
     return Hours(
         math.fsum(part.gpu for part in parts),
         math.fsum(part.core for part in parts),
@@ -375,7 +360,6 @@ def command_text(words: list[str]) -> str:
 
 
 def _escaped(word: str) -> str:
-    """Return a word with control characters in bash's `$'…'`."""
     known = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
     parts = [known.get(char) or (char if char.isprintable() else _code_of(char)) for char in word]
     return f"$'{''.join(parts)}'"

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from hpml_orchestrator.records.events import Event
-    from hpml_orchestrator.records.store import Attempt
-
-__all__ = ["recorded_figures"]
+    from hpml_orchestrator.records.run import Attempt
 
 _WINDOW_SECONDS = 30.0
 _STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["link_of", "read_links"]
-
 _TENSORBOARD = "events.out.tfevents."
 _SEARCHED_DIRECTORIES = 200  # a run's directory may hold the millions of files of a data set
 _LEVELS = 4
@@ -44,7 +42,6 @@ def read_links(state: State, summary: Summary) -> dict[str, str]:
 
 
 def _tensorboard_directories(run: Path) -> Iterator[str]:
-    """Yield the directories with TensorBoard's files, near the top of a run's directory."""
     top = str(run)
     for place, directories, files in islice(os.walk(top), _SEARCHED_DIRECTORIES):
         if any(name.startswith(_TENSORBOARD) for name in files):

@@ -14,17 +14,7 @@ from hpml_orchestrator.records.texts import first_few, human_bytes, seconds_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Attempt
-
-__all__ = [
-    "JOULES_PER_KWH",
-    "Monitored",
-    "MonitoredGpu",
-    "aggregate_nodes",
-    "monitor_lines",
-    "monitored_nodes",
-    "numbers",
-]
+    from hpml_orchestrator.records.run import Attempt
 
 _SUFFIX = ".monitor.json"
 _SHOWN_NODES = 8

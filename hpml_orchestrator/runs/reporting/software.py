@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import SoftwareRecord
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["read_software", "software_line"]
-
 _NAMED = ("torch", "tensorflow", "jax", "lightning", "transformers", "horovod", "xgboost")
 """Packages whose version a reader looks for first."""
 _SHOWN_MODULES = 6

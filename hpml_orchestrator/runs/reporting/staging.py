@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.events import Event
     from hpml_orchestrator.records.schema import Marker, StageRecord
 
-__all__ = ["StagedEntry", "collected_lines", "staged_entries", "staged_lines"]
-
 _SHORT_SECONDS = 0.01
 
 

@@ -23,11 +23,9 @@ from hpml_orchestrator.runs.request import recorded_job
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import BindingRecord, CollectedEntry
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
-
-__all__ = ["Summary", "binding_of", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,6 @@ def binding_of(state: State, records: Sequence[BindingRecord] | None = None) -> 
 
 
 def _data_wait(training: Sequence[Mapping[str, float]]) -> float | None:
-    """Return waited / (steps' whole time), as the mean of the ranks that report both."""
     shares = [
         min(1.0, rank["data_wait_seconds"] / rank["step_seconds"])
         for rank in training

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["array_lines", "summary_html", "summary_lines", "task_rows"]
-
 _SHORT_COMMIT = 7
 _SHOWN = 10
 _SHOWN_FIGURES = 100
@@ -121,7 +119,6 @@ def summary_html(state: State) -> str:
 
 
 def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the lines of all sections; the first of each has its name."""
     return [
         ("" if number else name, printable(line))
         for name, lines in sections.items()
@@ -144,7 +141,6 @@ def _ran_on(state: State, summary: Summary) -> str:
 
 
 def _what(described: Description) -> dict[str, list[str]]:
-    """Return the lines about the command and the point of a sweep."""
     lines = {}
     if described.sweep:
         number = "" if described.point is None else f"{described.point} of "
@@ -182,7 +178,6 @@ def _when(state: State, life: Life | None = None) -> dict[str, list[str]]:
 
 
 def _code(described: Description) -> dict[str, list[str]]:
-    """Return the line about the code's commit."""
     code = described.code
     if code is None:
         return {"code": ["no git commit is known"]} if described.command else {}
@@ -193,7 +188,6 @@ def _code(described: Description) -> dict[str, list[str]]:
 
 
 def _result(described: Description, summary: Summary) -> list[str]:
-    """Return the figures of the result, several to a line."""
     texts: list[str] = []
     other: dict[str, str] = {}
     if described.result_attempt == described.result_file_attempt:
@@ -235,7 +229,6 @@ def _training(summary: Summary) -> list[str]:
 
 
 def _on_test_set(result: Mapping[str, object], name: str) -> list[str]:
-    """Return the line about the accuracy or loss of the test set, and the time to its target."""
     figures = numbers(result)
     if f"test_{name}" not in figures:
         return []
@@ -295,7 +288,6 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
 
 
 def _attempts(state: State, life: Life | None) -> list[str]:
-    """Return the lines about the attempts of a run that was or will be requeued."""
     if life is None:
         return []
     reports, stays = life.attempts, life.attempts[-1].stays
@@ -310,7 +302,6 @@ def _attempts(state: State, life: Life | None) -> list[str]:
 
 
 def _life(state: State, life: Life | None) -> dict[str, list[str]]:
-    """Return the lines about the attempts together, and about the rest of the training."""
     if life is None:
         return {}
     continues = []
@@ -333,6 +324,5 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
 
 
 def _stacks(state: State) -> list[str]:
-    """Return the files with the stacks of ranks that hung."""
     found = [attempt.directory.glob("stacks/*.txt") for attempt in state.run.attempts()]
     return [str(path) for files in found for path in sorted(files)]

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Phase", "Timeline", "phases"]
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -88,7 +86,6 @@ class Timeline:
             self._add_certain(event)
 
     def _add_certain(self, event: Event) -> None:
-        """Take in an event that names a step which was reached for certain."""
         figures = numbers(event.data)
         steps = [int(figures["step"])] if "step" in figures else []
         self.certain_steps += steps
@@ -138,7 +135,6 @@ class Timeline:
 
 
 def _ends(counters: Sequence[Event]) -> list[Event]:
-    """Return the first and the last counters of each start of a rank, in order."""
     ordered = sorted(counters, key=lambda event: event.time)
     kept = ordered[:1]
     for before, event in pairwise(ordered):
@@ -148,7 +144,6 @@ def _ends(counters: Sequence[Event]) -> list[Event]:
 
 
 def _totals(event: Event) -> dict[str, float]:
-    """Return the counters of an event `step`, without the end of their names."""
     end = "_total"
     told = numbers(event.data).items()
     return {name[: -len(end)]: value for name, value in told if name.endswith(end)}

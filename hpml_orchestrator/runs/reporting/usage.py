@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["GROUPS", "GpuHoursUsage", "Selection", "recorded_usage", "stored_usage"]
-
 GROUPS: Mapping[str, Sequence[str]] = {
     "job": ("cluster", "jobid", "user", "account", "partition", "name"),
     "user": ("user",),

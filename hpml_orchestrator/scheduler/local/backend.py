@@ -28,8 +28,6 @@ from hpml_orchestrator.spec.array import ArraySpec, parse_array
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LocalScheduler"]
-
 _KILL_WAIT_SECONDS = 30.0
 _KILL_WAIT_VARIABLE = "HPML_LOCAL_KILL_WAIT"
 _CLOCK_SLACK_SECONDS = 1.0

@@ -50,8 +50,6 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Home", "LocalJob", "LocalRequest", "Status"]
-
 _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
@@ -155,7 +153,6 @@ class LocalRequest:
 
 
 def _fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that a record has."""
     return {field.name: record[field.name] for field in fields(cls) if field.name in record}
 
 
@@ -399,7 +396,6 @@ class Home:
         return str(number)
 
     def _remove_unfinished(self) -> None:
-        """Remove what submissions that died before their rename have left."""
         for path in self._jobs.glob(".tmp-*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:

@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.process import ProcessStat
 
-__all__ = [
-    "SUPERVISOR_MARK",
-    "Identity",
-    "descendants",
-    "environment_of",
-    "identity",
-    "is_alive",
-    "kill_until_gone",
-    "marked",
-    "send",
-]
-
 SUPERVISOR_MARK = "HPML_LOCAL_SUPERVISOR"
 """Variable in a supervisor's own environment: it is never a part of the job around it."""
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob
 
-__all__ = ["Queue", "schedule"]
-
 _SPAWN_PATIENCE_SECONDS = 10.0
 _KILL_PATIENCE_SECONDS = 5.0
 
@@ -112,7 +110,6 @@ class Queue:
         return cpus[: needs.cpus], gpus[: needs.gpus]
 
     def _dependency(self, job_id: str, end: str) -> bool | None:
-        """Return whether a dependency is met; None while that job is not over."""
         if (job_id, end) not in self._dependencies:
             states = [job.state for job in self._home.find(job_id)]
             met: bool | None = None
@@ -157,7 +154,6 @@ def _end(job: LocalJob, state: JobState, reason: str) -> None:
 
 
 def _clean_up_lost_job(job: LocalJob, home: Home) -> str:
-    """End the processes of a job whose supervisor is gone, and return the reason of its end."""
     if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
         return "the machine was restarted while the job ran"
     variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={home.cluster}"]

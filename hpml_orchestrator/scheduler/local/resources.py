@@ -26,21 +26,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.local.jobs import LocalJob
 
-__all__ = [
-    "MAX_TASKS",
-    "Directives",
-    "LocalMachine",
-    "Needs",
-    "StopSignal",
-    "cpu_ids",
-    "gpu_ids",
-    "memory_mb",
-    "needs_of",
-    "read_directives",
-    "short_hostname",
-    "slurm_variables",
-]
-
 MAX_TASKS = 1000
 """Most tasks of an array on this machine."""
 
@@ -170,7 +155,6 @@ def _gpus(text: str) -> int:
 
 
 def _gres(text: str) -> int | None:
-    """Return the GPUs of `gpu[:type][:number][,...]`; None without any."""
     gpus = [count for name, _, count in read_gres(text) if name == "gpu"]
     return sum(gpus) if gpus else None
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
-__all__ = ["OptionError", "main", "parse"]
-
 _VALUES = frozenset(
     "chdir cpu-bind cpus-per-task distribution export gpu-bind gpus gpus-per-node "
     "gpus-per-socket gpus-per-task gres job-name mem mem-bind mem-per-cpu mpi nodes ntasks "
@@ -244,7 +242,6 @@ class _Step:
         return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
     def _wait(self) -> None:
-        """Wait for the end of a task, a signal or a deadline."""
         pause = min(self.term_at, self.kill_at) - time.monotonic()
         received = signal.sigtimedwait(_WATCHED, max(0.0, min(pause, _POLL_SECONDS)))
         while received is not None:

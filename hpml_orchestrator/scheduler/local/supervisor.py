@@ -36,8 +36,6 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.local.jobs import LocalJob
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _HANDLED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
@@ -140,7 +138,6 @@ class _Run:
         self._record(state, code, number, reason)
 
     def _act(self, received: set[int], now: float) -> None:
-        """React to signals and to the clock while the script runs."""
         self._change(received)
         if self.ending is not None and self.kill_at == _NEVER:
             self._end(*self.ending)
@@ -253,7 +250,6 @@ class _Run:
         self._send(signal.SIGTERM)
 
     def _warn(self) -> None:
-        """Send the signal of `--signal` to the batch shell (`B:`) or to the steps."""
         if self.warning is None:
             return
         if self.warning.batch_shell_only:

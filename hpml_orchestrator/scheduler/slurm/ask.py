@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
 
-__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "slurm_error", "slurm_version"]
-
 _VERSION_TIMEOUT_SECONDS = 15.0
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
 SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-__all__ = ["PollSchedule", "SlurmScheduler"]
-
 QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
 SUBMIT_TIMEOUT_SECONDS = 300.0
 _MIN_INTERVAL_SECONDS = 1.0  # in which a repeated query is answered from the last answer
@@ -316,7 +314,6 @@ class SlurmScheduler:
         return self._may_requeue[whole]
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
-        """Ask accounting for jobs that the controller has forgotten."""
         rows: list[QueueEntry] = []
         try:
             for chunk in _chunks(_whole(job_ids)):

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Runner
 
-__all__ = ["groups_of", "read_cluster", "with_group_limits"]
-
 _GROUP_FIELDS = "account,parentname,grptres"
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
 _GROUP_LIMITS_SECONDS = 10.0

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "NOT_CONFIGURED",
-    "NOT_CONFIGURED_HINT",
-    "clean",
-    "denied",
-    "final_refusal",
-    "hint_for",
-    "no_such_job",
-    "not_configured",
-    "transport_fault",
-]
-
 NOT_CONFIGURED = "Slurm is installed here but not configured (no slurm.conf found)"
 NOT_CONFIGURED_HINT = (
     "on a machine without a cluster use --local (or --backend local); "

@@ -19,17 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = [
-    "SBATCH",
-    "SRUN",
-    "HeaderError",
-    "Option",
-    "OptionTable",
-    "OptionWord",
-    "header_words",
-    "read_options",
-]
-
 _MAGIC = "#SBATCH"
 _BLANKS = " \t\r\f\v"
 _ESCAPED = re.compile(r"\\(.)")

@@ -28,23 +28,6 @@ from hpml_orchestrator.spec.array import row_covers_task
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "SACCT_FIELDS",
-    "SQUEUE_FORMAT",
-    "TASK",
-    "QueueEntry",
-    "escape_output",
-    "escape_task_output",
-    "match",
-    "parse_exit",
-    "parse_job_id",
-    "parse_sacct",
-    "parse_squeue",
-    "parse_time",
-    "parse_version",
-    "valid_id",
-]
-
 TASK = "%a"
 """Placeholder of a task's index in `--output`."""
 

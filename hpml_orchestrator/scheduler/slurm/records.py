@@ -35,23 +35,6 @@ from hpml_orchestrator.spec.values import MIB, parse_time_limit, read_bytes, rea
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "ASSOCIATION_FIELDS",
-    "QOS_FIELDS",
-    "limits_from",
-    "node_from",
-    "node_states",
-    "parse_associations",
-    "parse_config",
-    "parse_gres",
-    "parse_memory",
-    "parse_qos",
-    "parse_records",
-    "parse_rows",
-    "parse_tres",
-    "partition_from",
-]
-
 ASSOCIATION_FIELDS = (
     "defaultaccount,cluster,account,partition,qos,defaultqos,maxwall,maxsubmit,"
     "maxtres,maxtrespernode,grptres"
@@ -309,7 +292,6 @@ def node_states(text: str) -> frozenset[str]:
 
 
 def _plain(text: str) -> str:
-    """Return the text; empty for Slurm's words for nothing."""
     text = text.strip()
     return "" if text.lower() in _NOTHING else text
 

@@ -15,7 +15,7 @@ from hpml_orchestrator.scheduler.local.resources import LocalMachine
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from hpml_orchestrator.testing import FakeRunner
+from hpml_orchestrator.testing.runner import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7"
 PARTITION = (

@@ -14,7 +14,8 @@ import pytest
 
 from hpml_orchestrator.cli import main as module
 from hpml_orchestrator.scheduler.slurm import client
-from hpml_orchestrator.testing import FakeClock, FakeScheduler
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.cli.support import Node, Result, Shell
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.testing import FakeScheduler
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.cli.support import Hpml, Shell
 
 

@@ -13,9 +13,10 @@ from hpml_orchestrator.cli import follow
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.runs.status import State, states
+from hpml_orchestrator.runs.state import State
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.testing import FakeScheduler
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.cli.support import Hpml, Shell
 
 

@@ -15,7 +15,7 @@ import pytest
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.testing import FakeScheduler
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.cli.support import HPML, Hpml, Result, Shell, in_terminal
 
 NAMES = ("digits", "digits-big", "w" * 39 + "xy", "digits", "other")

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.records.files import read_json, write_json, write_text
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.load import load_job
 from tests.unit.cli.support import Hpml, Shell
 

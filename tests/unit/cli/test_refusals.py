@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.testing import FakeScheduler, Fault
+from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault
 from tests.unit.cli.support import Hpml, Result, Shell
 
 GOOD = "name: good\nlauncher: srun\ncommand: ['true']\n"

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.slurm import client
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.load import load_job
-from hpml_orchestrator.testing import FakeScheduler, Fault
+from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault
 from tests.unit.cli.support import Hpml, Result, Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")

@@ -6,8 +6,6 @@ program without a word has a place here.
 
 from __future__ import annotations
 
-__all__ = ["REFUSED", "SAME"]
-
 
 def script(body: str) -> str:
     return "#!/bin/bash\n" + body.lstrip("\n")

@@ -12,15 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert import (
-    ImportContext,
-    Imported,
-    ImportNote,
-    import_script,
-    read_script,
-)
+from hpml_orchestrator.convert.files import read_script
+from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
+from hpml_orchestrator.convert.report import ImportNote
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.job import Job
 

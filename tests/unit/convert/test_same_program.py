@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.convert import ImportContext, Imported, import_script
+from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.load import load_job
 from tests.unit.convert import fakes
 from tests.unit.convert.table import REFUSED, SAME

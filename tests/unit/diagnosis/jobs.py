@@ -8,8 +8,6 @@ from hpml_orchestrator.records.schema import JobFields
 from hpml_orchestrator.spec.data import Stage
 from hpml_orchestrator.spec.job import Job
 
-__all__ = ["complete"]
-
 _DEFAULTS = Job(name="digits", command=["true"]).model_dump(mode="json")
 _STAGE = Stage(name="data", source="/data").model_dump(mode="json")
 

@@ -18,8 +18,6 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from tests.unit.diagnosis.jobs import complete
 
-__all__ = ["DATA", "HOSTILE", "JOB", "crowd", "diagnosed", "facts", "gpu_run", "ranks", "unknowing"]
-
 HOSTILE = "<script>alert(1)</script>\"'&</svg>"
 GIB = 2.0**30
 JOB: dict[str, Any] = {

@@ -11,8 +11,6 @@ from hpml_exporters.core.sampler import CollectorSource
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Probe", "Turned", "family", "figures", "spec_of"]
-
 
 def spec_of(name: str) -> MetricSpec:
     """The gauge that a probe of that name shows."""

@@ -14,7 +14,7 @@ from hpml_orchestrator.node.continuation import Decision, continuation_arguments
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
-from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.records.run import Attempt
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.conftest import CODE, ROOT
 

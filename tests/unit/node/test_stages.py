@@ -14,8 +14,9 @@ from hpml_orchestrator.node import stages
 from hpml_orchestrator.node.options import parse_options
 from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
 from hpml_orchestrator.records import events
-from hpml_orchestrator.staging import StageResult, StagingStopped
+from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.rate_limit import array_delay
+from hpml_orchestrator.staging.request import StageResult
 from tests.unit.node.conftest import stage
 
 MIB = 1 << 20

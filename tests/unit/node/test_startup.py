@@ -23,8 +23,8 @@ from hpml_orchestrator.node.startup import (
     wait_ready,
 )
 from hpml_orchestrator.records.files import write_json, write_text
-from hpml_orchestrator.records.store import Attempt, Run
-from hpml_orchestrator.testing import FakeClock
+from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.testing.clock import FakeClock
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:

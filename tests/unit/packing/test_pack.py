@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, NotFoundError, StagingError
-from hpml_orchestrator.packing import PackRequest, PackResult, pack, shards
+from hpml_orchestrator.packing import shards
+from hpml_orchestrator.packing.shards import PackRequest, PackResult, pack
+from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.plan import TreeEntry
-from hpml_orchestrator.staging.request import StagingStopped
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 from tests.unit.staging.conftest import small_tmpfs  # noqa: F401 - a fixture
 

@@ -13,7 +13,8 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.records.files import append_line, write_json, write_text
-from hpml_orchestrator.records.store import Store, Submission, default_root
+from hpml_orchestrator.records.store import Store, default_root
+from hpml_orchestrator.records.submission import Submission
 
 NOBODY = 65534
 

@@ -13,13 +13,16 @@ import pytest
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.schema import WaitedRun
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
-from hpml_orchestrator.runs.status import State, states
+from hpml_orchestrator.runs.state import State
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume, submit
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.load import load_job
-from hpml_orchestrator.testing import FakeClock, FakeScheduler
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.runs.repositories import Repository, init
 
 

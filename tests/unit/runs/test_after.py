@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.scheduler.model import Dependency, JobState
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 

@@ -13,7 +13,7 @@ from hpml_orchestrator.runs.attach import Attachment, attachment
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 LOGIN = {"PATH": "/bin", "HOME": "/home/ada", "SLURM_JOB_ID": "9", "CUDA_VISIBLE_DEVICES": "7"}

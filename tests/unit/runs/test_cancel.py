@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hpml_orchestrator.records.store import Submission
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 from tests.unit.runs.conftest import World
 
 

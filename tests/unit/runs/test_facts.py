@@ -24,7 +24,7 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 GIB = 1 << 30

@@ -22,7 +22,7 @@ from hpml_orchestrator.scheduler.model import JobState
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 CHECKPOINT = {"requeue": ["time_limit", "preemption"], "attempts": 20}

@@ -8,15 +8,15 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 

@@ -21,7 +21,7 @@ from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 

@@ -21,7 +21,7 @@ from hpml_orchestrator.spec.load import load_job
 from tests.unit.runs.repositories import Repository, contents, digest, init
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 pytestmark = pytest.mark.usefixtures("home")

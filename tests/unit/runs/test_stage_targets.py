@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing import PackRequest, pack
+from hpml_orchestrator.packing.shards import PackRequest, pack
 from hpml_orchestrator.runs.stage_targets import NodeRoom, resolve_stage_targets, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.spec.job import Job

@@ -13,13 +13,14 @@ import pytest
 
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.runs.follow import wait_until_over
-from hpml_orchestrator.runs.status import State, states
+from hpml_orchestrator.runs.state import State
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 

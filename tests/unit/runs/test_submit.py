@@ -13,7 +13,7 @@ from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
     from tests.unit.runs.conftest import World

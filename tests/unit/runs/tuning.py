@@ -7,10 +7,11 @@ from typing import Any
 
 from hpml_orchestrator.diagnosis.apply import Chosen, choose_changes
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.tuned import Tuned, tune, write_tuned
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.load import load_job, parse_setting
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.scheduler.model import Scheduler, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import Absent, Found, Outcome, Undecided, recover
-from hpml_orchestrator.testing import FakeClock, FakeScheduler, Fault, Killed
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault, Killed
 
 START = 1_800_000_000.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.spec.job import Job
 
 CANARY = "canary-of-hpml"

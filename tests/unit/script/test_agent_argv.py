@@ -14,9 +14,9 @@ from hpml_orchestrator.node.options import (
     StageOptions,
     parse_options,
 )
-from hpml_orchestrator.script import render
+from hpml_orchestrator.script.render import render
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from hpml_orchestrator.staging import StageRequest
+from hpml_orchestrator.staging.request import StageRequest
 from tests.unit.script.support import HERE, job, words
 
 ODD = 'it\'s $HOME `x` "q" \\ \u2028 ünï\n--'

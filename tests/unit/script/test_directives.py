@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import directives, render
-from hpml_orchestrator.script.directives import effective_job, memory_mebibytes
+from hpml_orchestrator.script.directives import directives, effective_job, memory_mebibytes
+from hpml_orchestrator.script.render import render
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import HERE

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import HERE, job
 

@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import Capabilities, archive, render
+from hpml_orchestrator.script import archive
+from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.schema import job_schema
 from tests.unit.script.support import CANARY
 

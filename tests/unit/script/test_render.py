@@ -15,8 +15,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import render, template
-from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
+from hpml_orchestrator.script import template
+from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths, render
 from hpml_orchestrator.script.template import own_directory
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import (

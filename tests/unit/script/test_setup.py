@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script.render import Capabilities, render
 
 if TYPE_CHECKING:
     import subprocess

@@ -12,7 +12,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.templates import eject, templates
-from hpml_orchestrator.script import Capabilities
+from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.script.template import environment, own_directory
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import ResolvedSite, Site

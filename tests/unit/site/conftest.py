@@ -6,7 +6,7 @@ import pytest
 
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, ClusterLimits, Node, Partition
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
-from hpml_orchestrator.testing import FakeRunner
+from hpml_orchestrator.testing.runner import FakeRunner
 from tests.unit.site.clusters import A100, IDLE, nodes_of, slurm_answers
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import hpml_orchestrator
-from hpml_orchestrator.staging import Bases, CopyStager
+from hpml_orchestrator.staging.request import Bases
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

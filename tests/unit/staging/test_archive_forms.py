@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StageResult
+from hpml_orchestrator.packing.shards import PackRequest, pack
+from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.stage import CopyStager
 
 
 def stage(stager: CopyStager, path: Path, name: str = "data") -> StageResult:

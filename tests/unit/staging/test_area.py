@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import JobArea, Owner, owner_is_alive, this_owner
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.store import MARKER
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def test_bases_must_be_there_and_local(base: Path, tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from hpml_orchestrator.staging import JobArea
+from hpml_orchestrator.staging.area import JobArea
 area = JobArea(sys.argv[1], sys.argv[2])
 area.open()
 print("open", flush=True)
@@ -166,7 +167,7 @@ def test_the_living_are_told_from_the_dead() -> None:
 
 CHURN = """
 import os, sys
-from hpml_orchestrator.staging import JobArea
+from hpml_orchestrator.staging.area import JobArea
 for number in range(60):
     area = JobArea(sys.argv[1], f"{sys.argv[2]}.{number}")
     area.open()

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
-from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.auto import Choice, own_storage, stage_chosen
-from hpml_orchestrator.staging.request import (
-    IN_PLACE,
-    Bases,
-    StageRequest,
-    name_of,
-    names_of,
-)
+from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, name_of, names_of
 from hpml_orchestrator.staging.space import Room
+from hpml_orchestrator.staging.stage import CopyStager
 
 GIB = 1 << 30
 

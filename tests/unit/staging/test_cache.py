@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import (
-    Bases,
-    CopyOptions,
-    CopyStager,
-    StageRequest,
-    StagingStopped,
-)
 from hpml_orchestrator.staging.area import JobArea
-from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.faults import Retry, StagingStopped
 from hpml_orchestrator.staging.files import NameLock
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
+from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.supply import LocalSupply
 from tests.patience import eventually
 

@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Need, Room, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.space import (
+    Need,
+    Room,
     check_room,
     file_system_type,
     memory_headroom,
     room_at,
 )
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     import subprocess
@@ -190,7 +194,9 @@ IN_A_CGROUP = """
 import os, sys
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, room_at
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.space import room_at
+from hpml_orchestrator.staging.stage import CopyStager
 group, base, *sources = sys.argv[1:]
 with open(f"{group}/cgroup.procs", "w") as stream:
     stream.write(str(os.getpid()))

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.staging.conftest import same
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 STAGE = """
 import os, sys, time
-from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 1200 files take 1.8 s at least
     time.sleep(0.003)

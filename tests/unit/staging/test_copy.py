@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,21 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import (
-    Bases,
-    CopyOptions,
-    CopyStager,
-    LocalSupply,
-    Room,
-    StageRequest,
-)
-from hpml_orchestrator.staging.copy import copy
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.progress import CopyProgress
+from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.source import TreeSource
-from hpml_orchestrator.staging.space import room_at
-from hpml_orchestrator.staging.supply import open_source
+from hpml_orchestrator.staging.space import Room, room_at
+from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.supply import LocalSupply, open_source
 from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:

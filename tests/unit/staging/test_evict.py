@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
 from hpml_orchestrator.staging.auto import StageOutcome, stage_chosen
-from hpml_orchestrator.staging.space import room_at
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.space import Room, room_at
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.store import NodeStore
 from tests.patience import eventually
 
@@ -254,7 +255,8 @@ def test_a_job_can_begin_where_kept_data_took_the_last_block(
 
 LEAVE = """
 import os, sys
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 stager = CopyStager("shell-1", bases=Bases(shm=sys.argv[1]), owner_pid=os.getppid(), job_id="")
 print(stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=True)).path, flush=True)
 stager.leave()
@@ -291,7 +293,8 @@ def test_data_of_a_living_shell_stays(
 
 USE = """
 import os, sys, time
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
 for number in range(40):
     job = CopyStager(f"{key}.{number}", bases=Bases(shm=base), job_id="")

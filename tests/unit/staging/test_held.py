@@ -8,15 +8,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.inventory import clean, list_staged
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STAGE = """
 import sys, time
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
 stager = CopyStager(key, bases=Bases(shm=base), job_id="")
 stager.stage(StageRequest("data", source, target="shm"))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.staging import CopyOptions, CopyStager, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from pathlib import Path

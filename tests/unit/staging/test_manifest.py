@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from hpml_orchestrator.staging import CopyStager, Manifest, StageRequest
+from hpml_orchestrator.staging.manifest import Manifest
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 
 @pytest.fixture

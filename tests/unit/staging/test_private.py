@@ -11,8 +11,9 @@ import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.records.mounts import Mount, parse_mounts
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.space import reason_from
+from hpml_orchestrator.staging.stage import CopyStager
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
 # process 1 meanwhile; lines of other file systems and the machine's own names are left out.
@@ -77,7 +78,8 @@ exec "$4" -c "$5" "$2" "$3" "$6"
 """
 STAGE = """
 import sys
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 local, shm, source = sys.argv[1:4]
 stager = CopyStager("4711.0", bases=Bases(shm=shm, local=local), job_id="4711")
 for target in ("local", "shm"):

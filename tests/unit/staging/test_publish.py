@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
-from hpml_orchestrator.staging.copy import copy
+from hpml_orchestrator.packing.shards import PackRequest, pack
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import CopyProgress
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.supply import open_source
 
 

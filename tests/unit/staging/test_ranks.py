@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.staging.conftest import same
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 RANK = """
 import os, sys
-from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 300 files take 0.6 s at least
     import time

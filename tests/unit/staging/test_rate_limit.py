@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.staging import StagingStopped
+from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.rate_limit import (
     TokenBucket,
     array_delay,

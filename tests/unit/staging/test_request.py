@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging import Bases, StageRequest, target_path
-from hpml_orchestrator.staging.request import kind_of
+from hpml_orchestrator.staging.request import Bases, StageRequest, kind_of, target_path
 
 if TYPE_CHECKING:
     from pathlib import Path

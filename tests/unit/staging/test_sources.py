@@ -20,17 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
-from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.staging import (
-    Bases,
-    CopyStager,
-    StageRequest,
-    StageResult,
-    archives,
-)
+from hpml_orchestrator.packing.shards import PackRequest, pack
+from hpml_orchestrator.staging import archives
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.request import kind_of
+from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult, kind_of
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.unit.packing.conftest import contents as pack_contents
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, archives, members
+from hpml_orchestrator.staging import archives, members
 from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import CopyStager, StageRequest
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 STAGE = """
 import os, signal, sys, time
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 base, source, pause = sys.argv[1], sys.argv[2], sys.argv[3]
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))

@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import NotFoundError
-from hpml_orchestrator.staging import (
-    Bases,
-    CopyOptions,
-    CopyStager,
-    JobArea,
-    StageRequest,
-)
+from hpml_orchestrator.staging.area import JobArea
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 
 
 @pytest.fixture

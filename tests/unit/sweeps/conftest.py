@@ -23,7 +23,7 @@ from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.expand import make_plan
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.table import SweepProgress, Table
-from hpml_orchestrator.testing import FakeScheduler, Killed
+from hpml_orchestrator.testing.scheduler import FakeScheduler, Killed
 
 JOB: dict[str, Any] = {
     "name": "probe",

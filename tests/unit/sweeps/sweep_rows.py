@@ -11,8 +11,6 @@ from typing import Any
 from hpml_orchestrator.sweeps.plan import Point, SweepEstimate, SweepPlan
 from hpml_orchestrator.sweeps.rows import PointRow
 
-__all__ = ["grid", "scaling", "search"]
-
 MINUTE = 60.0
 BEGAN = 1_790_000_000.0
 IMAGES = 60_000

@@ -22,7 +22,7 @@ from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.sweeps.batches import read_batches
 from hpml_orchestrator.sweeps.controller import cancel, resume
 from hpml_orchestrator.sweeps.plan import SweepPlan, directory_of
-from hpml_orchestrator.testing import Fault, Killed
+from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
     from tests.unit.sweeps.conftest import SweepFolder

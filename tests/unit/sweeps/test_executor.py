@@ -21,7 +21,8 @@ from submitit.local import local, test_local
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerError
-from hpml_orchestrator.records.store import Store, Submission
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps.executor import HpmlExecutor, HpmlJob
 from hpml_orchestrator.sweeps.submitit_parameters import NAMES

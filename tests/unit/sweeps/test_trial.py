@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.diagnosis.model import Change, Facts
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.store import Submission
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.sweeps import plan as plans
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.report import build

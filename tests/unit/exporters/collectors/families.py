@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from prometheus_client.core import Metric
 
-__all__ = ["values"]
-
 
 def values(families: Sequence[Metric]) -> dict[tuple[str, ...], float]:
     """Every series by name and label values; each one is there once."""

@@ -15,8 +15,6 @@ from typing import Any
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import NodeOptions, Roots
 
-__all__ = ["Machine", "Task"]
-
 SCOPE = "system.slice/slurmstepd.scope"
 V1_MEMORY_STAT = """\
 cache 4096

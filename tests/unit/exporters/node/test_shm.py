@@ -16,7 +16,8 @@ from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.node import shm
 from hpml_exporters.node.shm import make
 
-from hpml_orchestrator.staging import CopyStager, StageRequest
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.unit.exporters.collectors.reading import context, post, sampled
 
 UID = os.getuid()

@@ -23,7 +23,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from hpml_exporters.web import RequestLimits, Server
+from hpml_exporters.web.handler import RequestLimits
+from hpml_exporters.web.server import Server
 
 ROOT = Path(__file__).parents[4]
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import bcrypt
 import pytest
-from hpml_exporters.web import Server
+from hpml_exporters.web.server import Server
 
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import bcrypt
 import pytest
-from hpml_exporters.web import RequestLimits
+from hpml_exporters.web.handler import RequestLimits
 
 from tests.patience import eventually
 from tests.unit.exporters.web.support import (

@@ -7,7 +7,8 @@ import shutil
 import subprocess
 
 import pytest
-from hpml_exporters.web import RequestLimits, Server
+from hpml_exporters.web.handler import RequestLimits
+from hpml_exporters.web.server import Server
 
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually

@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
-from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.reporting.binding import read_binding
 
 LOCAL = {"policy": "gpu-local", "verify": "warn"}

@@ -18,7 +18,7 @@ from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
     from tests.unit.runs.repositories import Repository
 

@@ -11,7 +11,7 @@ from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 WANDB = "https://wandb.ai/ada/fit/runs/1"

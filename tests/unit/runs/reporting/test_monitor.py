@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.records import targets
-from hpml_orchestrator.records.store import Attempt
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.reporting.monitor import (
     Monitored,
     aggregate_nodes,

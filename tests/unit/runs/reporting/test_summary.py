@@ -22,7 +22,7 @@ from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
 NAMES = "queue start-up staging launch running rendezvous warm-up training end".split()

@@ -17,7 +17,8 @@ from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
 from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler
-from hpml_orchestrator.testing import FakeClock, FakeRunner
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.runner import FakeRunner
 from tests.patience import PATIENCE_SECONDS, eventually
 
 if TYPE_CHECKING:

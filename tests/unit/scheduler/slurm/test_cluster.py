@@ -22,7 +22,7 @@ from hpml_orchestrator.scheduler.command import CommandMissing, Completed
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
-from hpml_orchestrator.testing import FakeRunner
+from hpml_orchestrator.testing.runner import FakeRunner
 
 DATA = Path(__file__).parent / "data"
 SILENT = "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)\n"

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Network", "NoNetworkError"]
-
 
 class NoNetworkError(Exception):
     """Namespaces, or shaping of their links, are not available here, for the given reason."""

@@ -28,7 +28,8 @@ S._TreeReader.read = read
 NODE = """
 import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import supply_for
