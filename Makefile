@@ -11,7 +11,7 @@ DEMO := .demo
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-monitoring test test-long lint system horovod bench docs viewer clean
+.PHONY: help demo demo-monitoring test test-long lint system horovod bench docs viewer dist clean
 
 help:
 	@echo 'make demo             install, train a real model through the local backend, print the report'
@@ -21,6 +21,7 @@ help:
 	@echo 'make horovod          build Horovod (minutes, once) and install it for the tests'
 	@echo 'make bench            the benchmarks, as ratios against named peers'
 	@echo 'make viewer           build the dashboard viewer anew from dashboards/viewer (needs npm, 500 MB)'
+	@echo 'make dist             the wheel and the source archive of a release'
 	@echo 'make docs             write the manual pages and the command reference anew from the commands'
 
 $(BIN)/pip:
@@ -118,6 +119,12 @@ docs: $(VENV)/.dev
 viewer:
 	cd dashboards/viewer && npm ci --ignore-scripts --no-audit --no-fund --omit-lockfile-registry-resolved \
 	  && npm run build
+
+# The files of a release: docs/releasing.md has the steps around it.
+dist: $(VENV)/.dev
+	@test -z "$$(git status --porcelain)" || { echo 'make: commit first: a release is built from a commit' >&2; exit 1; }
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . | tail -1
 
 clean:
 	rm -rf $(VENV) $(DEMO) dist build

@@ -18,6 +18,7 @@ OUTSIDE = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "LICENSE",
     "training_jobs/README.md",
     "training_jobs/train.py",

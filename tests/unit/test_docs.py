@@ -44,6 +44,7 @@ PAGES = [
     *RUN_PAGES,
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "exporters/README.md",
     "training_jobs/README.md",
     "deploy/devcluster/README.md",

@@ -14,7 +14,7 @@ from tests.pages import ROOT
 
 # What pages lead to outside of docs/.
 OUTSIDE = """\
-README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml training_jobs/README.md
+README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE mkdocs.yml training_jobs/README.md
 deploy/devcluster/README.md deploy/gpusim/README.md deploy/prometheus/prometheus.yml
 deploy/prometheus/rules/hpml.yml deploy/prometheus/rules/hpml-alerts.yml deploy/grafana/README.md
 deploy/README.md deploy/prometheus/rules/optional/dcgm-exporter.yml
