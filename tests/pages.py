@@ -109,7 +109,7 @@ class Reader:
     """Somebody who follows a page in a separate directory.
 
     Args:
-        directory: is made; holds a copy of the training jobs.
+        directory: is made; holds a copy of the training jobs and docs/machines/dgx-a100.json.
         environment: the complete environment, except variables such as HOME and HPML_HOME.
     """
 
@@ -126,6 +126,7 @@ class Reader:
         shutil.copytree(
             ROOT / "training_jobs", directory, ignore=shutil.ignore_patterns("__pycache__")
         )
+        shutil.copy(ROOT / "docs/machines/dgx-a100.json", directory)
 
     def call(self, command: str) -> subprocess.CompletedProcess[str]:
         try:

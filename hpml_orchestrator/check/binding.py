@@ -71,7 +71,7 @@ def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> NodeS
             label,
             cores,
             max(1, (kind.cpus or len(topology.cpus)) // cores),
-            len({core.socket for core in topology.cores}) if topology.sockets_told else 0,
+            len({core.socket for core in topology.cores}),
             sum(bool(domain.cpus) for domain in topology.domains),
         )
     cores = (kind.sockets or 0) * (kind.cores_per_socket or 0)

@@ -125,7 +125,7 @@ hpml bench
     Named nodes, as a health check: hpml bench --nodes node[1-3] --json
 hpml topo
     This node: hpml topo
-    A saved topology, with a picture: hpml topo topo.txt --svg node.svg
+    A saved topology, with a picture: hpml topo machine.xml --svg node.svg
     Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
     Where a job's ranks would run: hpml topo --plan job.yaml
     Where a run's ranks ran: hpml topo --run last --svg ranks.svg

@@ -29,14 +29,13 @@ from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
-from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
     decode,
     read_topology,
     topology_of_text,
 )
-from hpml_orchestrator.topology.sysfs import read_sysfs
+from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -143,12 +142,11 @@ def print_node(topology: Topology, title: str) -> None:
         (len(topology.devices), "GPU"),
         (len(topology.nics), "network card"),
     )
-    shown = counts if topology.sockets_told else counts[1:]
-    typer.echo(f"{title}: {', '.join(counted(count, noun) for count, noun in shown)}\n")
+    typer.echo(f"{title}: {', '.join(counted(count, noun) for count, noun in counts)}\n")
     rows = []
     for domain in topology.domains:
         cores = [core for core in topology.cores if core.domain == domain.number]
-        sockets = {core.socket for core in cores} if topology.sockets_told else set()
+        sockets = {core.socket for core in cores}
         rows.append(
             (
                 domain.number,

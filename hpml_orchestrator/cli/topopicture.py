@@ -274,20 +274,18 @@ class _Node:
         topology = self.topology
         boxes: list[_Box] = []
         shown: set[int] = set()
-        sockets = {core.socket if topology.sockets_told else -1 for core in topology.cores}
-        for socket in sorted(sockets):
+        for socket in sorted({core.socket for core in topology.cores}):
             rows = []
             for domain in topology.domains:
                 cores = [
                     core
                     for core in topology.cores
-                    if core.domain == domain.number and socket in {core.socket, -1}
+                    if (core.domain, core.socket) == (domain.number, socket)
                 ]
                 if cores:
                     rows.append([self._domain(domain, cores, devices=domain.number not in shown)])
                     shown.add(domain.number)
-            label = f"socket {socket}" if topology.sockets_told else "sockets unknown"
-            boxes.append(_Box("socket", [label], rows))
+            boxes.append(_Box("socket", [f"socket {socket}"], rows))
         boxes += [
             self._domain(domain, []) for domain in topology.domains if domain.number not in shown
         ]

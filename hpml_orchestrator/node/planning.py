@@ -26,9 +26,8 @@ from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
-from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.pci import full_address
-from hpml_orchestrator.topology.sysfs import read_sysfs
+from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -22,7 +22,7 @@ from hpml_orchestrator.scheduler.command import (
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
 from hpml_orchestrator.script.render import own_interpreter
 from hpml_orchestrator.site.profile import site_for, topology_faults
-from hpml_orchestrator.topology.nvidia_smi import list_gpus
+from hpml_orchestrator.topology.sysfs import list_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -131,9 +131,8 @@ class NodeType(Paths):
     interfaces: Interfaces = Field(default=[])
     """Network interfaces between nodes, best first, for NCCL and Gloo; a job may set others."""
     topology: text.PathText | None = None
-    """File with the node's sockets, cores, GPUs and network cards: hwloc XML, the output of
-    `hpml topo --json`, NCCL topology XML, or the output of `nvidia-smi topo -m`; relative to the
-    profile. The first two describe all cores."""
+    """File with the node's sockets, cores, GPUs and network cards: hwloc XML or the
+    output of `hpml topo --json`; relative to the profile."""
 
 
 class SitePartition(Model):

@@ -38,38 +38,6 @@ def cores_of_groups(
     )
 
 
-def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...], str]:
-    """Return the cores of a source that has only the CPUs of each domain, and a warning.
-
-    If the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
-    `24-47,120-143`), these are first and second hardware threads, as Linux numbers them on x86.
-    Otherwise nothing is known and each CPU counts as a core. A domain counts as a socket.
-    """
-    homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
-    steps = {_sibling_step(domain.cpus) for domain in domains if domain.cpus}
-    step = steps.pop() if len(steps) == 1 else 0
-    groups: list[tuple[int, ...]]
-    if step:
-        groups = [(cpu, cpu + step) for cpu in homes if cpu < step]
-        note = f"CPUs n and n+{step} count as one core, by the shape of the domains"
-    else:
-        groups = [(cpu,) for cpu in homes]
-        note = "each CPU counts as a core"
-    cores = cores_of_groups(groups, homes, homes)
-    return cores, f"Sockets and hardware threads are unknown: each domain is a socket, {note}."
-
-
-def _sibling_step(cpus: Sequence[int]) -> int:
-    """Return the distance between the two equal runs that CPUs form; 0 if they do not."""
-    half = len(cpus) // 2
-    first, second = cpus[:half], cpus[half:]
-    if not first[1:] or len(second) != half or first[-1] - first[0] != half - 1:
-        return 0
-    step = second[0] - first[0]
-    same = all(other - cpu == step for cpu, other in zip(first, second))
-    return step if same and step > max(half, first[-1]) else 0
-
-
 def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> int | None:
     """Return the domain that holds all of these CPUs; None if there is none or several."""
     wanted = set(cpus)
@@ -109,12 +77,7 @@ def assign_unplaced_cpus(
         homes.update(dict.fromkeys(unplaced, first))
 
 
-def free_number(used: Collection[int]) -> int:
-    """Return the lowest number that no domain has."""
-    return next(number for number in range(len(used) + 1) if number not in used)
-
-
-def name_key(name: str) -> tuple[tuple[str, int], ...]:
+def _name_key(name: str) -> tuple[tuple[str, int], ...]:
     """Return a sort key that orders names with numbers as people do: NIC2 before NIC10."""
     parts = re.findall(r"([^0-9]*)([0-9]{0,9})", name)
     return tuple((word, int(digits or "0")) for word, digits in parts)
@@ -198,8 +161,6 @@ class Devices:
         cores: tuple[Core, ...],
         domains: tuple[Domain, ...],
         warnings: list[str],
-        *,
-        sockets_told: bool = True,
     ) -> Topology:
         """Return the node with these devices, and a warning for each GPU of unknown domain."""
         gpus, nics = self._computing_gpus(), self._offered_nics()
@@ -214,7 +175,7 @@ class Devices:
             for nic in nics
             if (distance := self._level(gpu, nic))
         )
-        return Topology(source, cores, domains, gpus, nics, links, tuple(warnings), sockets_told)
+        return Topology(source, cores, domains, gpus, nics, links, tuple(warnings))
 
     def _computing_gpus(self) -> tuple[Gpu, ...]:
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
@@ -234,7 +195,7 @@ class Devices:
     def _offered_nics(self) -> tuple[Nic, ...]:
         """Return the network cards that ranks communicate through: those of the best rank."""
         best = min((rank for rank, _ in self._nics.values()), default=None)
-        names = sorted(self._nics, key=name_key)
+        names = sorted(self._nics, key=_name_key)
         return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
 
     def _level(self, gpu: Gpu, nic: Nic) -> str:

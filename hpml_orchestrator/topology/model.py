@@ -50,9 +50,7 @@ class Gpu:
     address: str = ""
     uuid: str = ""  # of the device or the MIG instance; empty if unknown
     parent: str = ""  # UUID (or PCI address) of the GPU that a MIG instance is part of; else empty
-    # NUMA domain with CPUs that it is nearest to; None if unknown. A source may name a domain
-    # whose CPUs it does not have (nvidia-smi)
-    domain: int | None = None
+    domain: int | None = None  # NUMA domain with CPUs that it is nearest to; None if unknown
     cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
@@ -70,7 +68,7 @@ class Nic:
 class Topology:
     """A node."""
 
-    source: str  # `sysfs`, `hwloc XML`, `NCCL XML` or `nvidia-smi topo -m`
+    source: str  # `sysfs` or `hwloc XML`
     cores: tuple[Core, ...]  # all cores that are online, by number
     domains: tuple[Domain, ...]  # all NUMA domains, by number
     gpus: tuple[Gpu, ...] = ()  # all GPUs, by index
@@ -79,7 +77,6 @@ class Topology:
     # PHB, NODE, SYS; unknown ones are left out
     links: tuple[tuple[str, str, str], ...] = ()
     warnings: tuple[str, ...] = ()  # what was missing or inferred, one sentence each
-    sockets_told: bool = True  # whether the source has sockets; else each domain counts as one
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -108,7 +105,6 @@ def topology_json(topology: Topology) -> dict[str, object]:
         "source": topology.source,
         "domains": _rows(topology.domains),
         "cores": _rows(topology.cores),
-        "sockets_told": topology.sockets_told,
         "gpus": _rows(topology.gpus),
         "nics": _rows(topology.nics),
         "links": [{"gpu": gpu, "nic": nic, "level": level} for gpu, nic, level in topology.links],
@@ -150,8 +146,8 @@ def topology_of_json(data: object) -> Topology:
 def _parsed(data: object) -> Topology:
     if not isinstance(data, dict):
         raise TypeError(f"not an object but {data!r:.40}")
-    if not isinstance(data["sockets_told"], bool) or not isinstance(data["warnings"], list):
-        raise TypeError("sockets_told must be true or false, warnings a list")
+    if not isinstance(data["warnings"], list):
+        raise TypeError("warnings must be a list")
     return Topology(
         source=str(data["source"]),
         cores=_parts(Core, data["cores"]),
@@ -160,7 +156,6 @@ def _parsed(data: object) -> Topology:
         nics=_parts(Nic, data["nics"]),
         links=tuple((str(row["gpu"]), str(row["nic"]), str(row["level"])) for row in data["links"]),
         warnings=tuple(str(warning) for warning in data["warnings"]),
-        sockets_told=data["sockets_told"],
     )
 
 

@@ -29,13 +29,10 @@ class PciPath:
     Attributes:
         bridges: from the host bridge on; empty if unknown.
         own: those of `bridges` that are part of the device's own package.
-        hops: how many bridges below the common one still make a single switch: 1 where both ports
-            of a switch are listed, 0 if a switch is one entry.
     """
 
     bridges: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
-    hops: int = 1
 
 
 def full_address(text: str) -> str:
@@ -116,4 +113,4 @@ def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
     if shared == 1:
         return "PHB"
     below = [sum(bridge not in way.own for bridge in way.bridges[shared:]) for way in (path, other)]
-    return "PIX" if max(below) <= path.hops else "PXB"
+    return "PIX" if max(below) <= 1 else "PXB"  # both ports of a switch are listed

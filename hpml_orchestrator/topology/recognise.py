@@ -9,16 +9,13 @@ import xml.etree.ElementTree as ET
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
 from hpml_orchestrator.topology.model import Topology, topology_of_json
-from hpml_orchestrator.topology.nccl_xml import nccl_topology
-from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 BYTES_MAX = 64 * 1024 * 1024
 # Expat's codes for an end too early: no element, and unclosed token, character or section.
 _CUT_OFF = frozenset({3, 5, 6, 20, 29})
 _HINT = (
-    "known formats: hwloc's XML (`lstopo machine.xml`), NCCL's topology file "
-    "(NCCL_TOPO_DUMP_FILE), the output of `nvidia-smi topo -m` or of `hpml topo --json`, "
+    "known formats: hwloc's XML (`lstopo machine.xml`), the output of `hpml topo --json`, "
     "a copy of /sys"
 )
 
@@ -109,11 +106,7 @@ def _read_by_content(text: str) -> Topology:
         root = parse_xml(body)
         if root.tag == "topology":
             return hwloc_topology(root)
-        if root.tag == "system":
-            return nccl_topology(root)
         raise InputError(f"is XML but not a machine's topology: <{root.tag[:40]}>", hint=_HINT)
-    if looks_like_nvidia_smi(text):
-        return read_nvidia_smi(text)
     raise InputError("is not a topology in a known format", hint=_HINT)
 
 
@@ -126,7 +119,7 @@ def parse_xml(text: str) -> ET.Element:
     if "<!ENTITY" in text:
         raise InputError(
             "defines XML entities, which no topology file does",
-            hint="export it again: `lstopo topology.xml`, or NCCL_TOPO_DUMP_FILE",
+            hint="export it again: `lstopo topology.xml`",
         )
     try:
         return ET.fromstring(text)  # noqa: S314 - bounded, and without entities

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SOURCE = "sysfs"
 _KIB = 1024
+_LISTING_SECONDS = 20
 _AMD_VENDORS = frozenset({0x1002, 0x1022})
 _PROPERTY = re.compile(r"^(simd_count|location_id|domain|unique_id) ([0-9]{1,20})$", re.MULTILINE)
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{8,64})$", re.MULTILINE)
@@ -68,6 +70,23 @@ def read_sysfs(
     _add_nics(devices, pci)
     topology = devices.topology(_SOURCE, cores, domains, warnings)
     return _with_mig_instances(topology, gpu_listing) if "MIG " in gpu_listing else topology
+
+
+def list_gpus() -> str:
+    """Return the output of `nvidia-smi -L`; empty if it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LISTING_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _numbered(directory: str, word: str) -> list[int]:

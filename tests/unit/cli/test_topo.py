@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,32 +13,25 @@ from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, na
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.reporting.binding import RankLocation
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.model import Core, Domain, Topology
+from hpml_orchestrator.topology.model import Core, Domain, Topology, topology_json
 from hpml_orchestrator.topology.recognise import parse_xml, read_topology
 from tests.unit.cli.support import SVG, Hpml, Shell
-from tests.unit.topology.machines import two_sockets, write_sysfs
+from tests.unit.placement.machines import node, threads
+from tests.unit.topology.machines import hwloc_xml, two_sockets, write_sysfs
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
 
 DATA = Path(__file__).parents[1] / "topology" / "data"
-H100 = DATA / "nvidia-smi/h100-hgx-8gpu-2socket.txt"
-V100 = next(DATA.rglob("v100-sxm2-8gpu-2socket.txt"))
-QUAD = """\
-        GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity
-GPU0     X      NV4     NV4     NV4     24-31   3
-GPU1    NV4      X      NV4     NV4     16-23   2
-GPU2    NV4     NV4      X      NV4     8-15    1
-GPU3    NV4     NV4     NV4      X      0-7     0
-"""
-"""Four GPUs in reversed order, each with a domain of 8 CPUs."""
+DGX = Path(__file__).parents[3] / "docs/machines/dgx-a100.json"
 
 
 @pytest.fixture
 def quad(shell: Shell) -> str:
-    """The file of a node with four GPUs."""
-    (shell.root / "quad.txt").write_text(QUAD)
-    return "quad.txt"
+    """The file of four GPUs in reversed order, each with a domain of 8 CPUs."""
+    machine = node([(0, threads(8 * number, 8)) for number in range(4)], (3, 2, 1, 0))
+    (shell.root / "quad.json").write_text(json.dumps(topology_json(machine)))
+    return "quad.json"
 
 
 def texts(svg: str) -> list[str | None]:
@@ -47,17 +41,19 @@ def texts(svg: str) -> list[str | None]:
 
 def test_a_file_as_tables_and_json(hpml: Hpml) -> None:
     """Domains, GPUs and cards in a table each; in JSON everything that is known."""
-    shown = hpml("topo", str(H100))
+    shown = hpml("topo", str(DGX))
     assert shown.code == 0
     lines = shown.out.splitlines()
     assert lines[0] == (
-        "h100-hgx-8gpu-2socket.txt (nvidia-smi topo -m): 2 NUMA domains, 112 cores, 224 CPUs, "
-        "8 GPUs, 12 network cards"
+        "dgx-a100.json (by hand): 2 sockets, 8 NUMA domains, 128 cores, 256 CPUs, 8 GPUs, "
+        "8 network cards"
     )
-    assert "1\t-\t56\t56-111,168-223\t-\tGPU4-7\tNIC6-11\t-" in lines
-    assert "GPU5\t-\t1\t56-111,168-223\tPXB NIC9" in lines
-    assert "NIC11\t-\t1" in lines
-    assert "warning: Sockets and hardware threads are unknown" in shown.err
+    assert (
+        "3	0	16	48-63,176-191	64 GiB	GPU0-1	mlx5_0-1	0:12 1:12 2:12 3:10 4:32"
+        in shown.out
+    )
+    assert "GPU5	0000:06:00.0	7	-	-" in lines
+    assert "mlx5_7	-	5" in lines
     document = hpml("topo", str(DATA / "hwloc/nvidiaDGX2.xml"), "--json").json()
     fields = {"index", "name", "address", "uuid", "parent", "domain", "cpus"}
     assert set(document["gpus"][15]) == fields
@@ -80,11 +76,11 @@ def test_this_node_and_the_cpus_that_a_process_may_use(shell: Shell, hpml: Hpml)
 
 def test_a_copy_of_sys_and_standard_input(shell: Shell, hpml: Hpml, tmp_path: Path) -> None:
     """A directory that has /sys and /proc, as hwloc-gather-topology packs them, or a pipe."""
-    machine, _ = two_sockets()
+    machine = two_sockets()
     write_sysfs(tmp_path, machine)
     ranks = hpml("topo", str(tmp_path), "--ranks", "3", "--json").json()["ranks"]
     assert [rank["gpu"] for rank in ranks] == [gpu.address for gpu in machine.gpus]
-    assert shell.bash(f'"$@" < {H100}', "topo", "-", "--json").json()["source"].startswith("nvidia")
+    assert shell.bash(f'"$@" < {DGX}', "topo", "-", "--json").json()["source"] == "by hand"
     assert shell.bash('"$@" <&-', "topo", "-").refuses(2, "standard input: is empty")
 
 
@@ -95,20 +91,20 @@ def test_a_copy_of_sys_and_standard_input(shell: Shell, hpml: Hpml, tmp_path: Pa
         (".", 2, ".: is a directory without devices/system/cpu"),
         ("notes.txt", 2, "notes.txt: is not a topology in a known format"),
         ("cut.xml", 2, "cut.xml: the XML is cut off"),
-        ("{v100} --svg notes.txt/x.svg", 2, "--svg: cannot be written"),
-        ("{v100} --svg - --json", 2, "--json: cannot be given together with --svg -"),
-        ("{v100} --policy numa", 2, "--policy: needs --ranks"),
-        ("{v100} --allowed-cpus 0", 2, "--allowed-cpus: needs --ranks or --plan"),
-        ("{v100} --ranks 2 --policy sockets", 2, "'sockets' is not one of 'gpu-local', "),
-        ("{v100} --ranks 2 --allowed-cpus a-b", 2, "--allowed-cpus: must be a list of CPUs"),
-        ("{v100} --ranks 2 --allowed-cpus 900", 2, "--allowed-cpus: contains none of the node's"),
-        ("{v100} --ranks 0", 2, "--ranks"),
-        ("{v100} --ranks 2 --plan job.yaml", 2, "--ranks: cannot be given together with --plan"),
-        ("{v100} --plan job.yaml --policy numa", 2, "--policy: cannot be given together with"),
-        ("{v100} --set resources.nodes=2", 2, "--set: needs --plan"),
-        ("{v100} --node n1", 2, "--node: needs --run"),
-        ("{v100} --run last", 2, "FILE: cannot be given together with --run"),
-        ("{v100} --plan bad.yaml", 2, "script, module and command"),
+        ("{dgx} --svg notes.txt/x.svg", 2, "--svg: cannot be written"),
+        ("{dgx} --svg - --json", 2, "--json: cannot be given together with --svg -"),
+        ("{dgx} --policy numa", 2, "--policy: needs --ranks"),
+        ("{dgx} --allowed-cpus 0", 2, "--allowed-cpus: needs --ranks or --plan"),
+        ("{dgx} --ranks 2 --policy sockets", 2, "'sockets' is not one of 'gpu-local', "),
+        ("{dgx} --ranks 2 --allowed-cpus a-b", 2, "--allowed-cpus: must be a list of CPUs"),
+        ("{dgx} --ranks 2 --allowed-cpus 900", 2, "--allowed-cpus: contains none of the node's"),
+        ("{dgx} --ranks 0", 2, "--ranks"),
+        ("{dgx} --ranks 2 --plan job.yaml", 2, "--ranks: cannot be given together with --plan"),
+        ("{dgx} --plan job.yaml --policy numa", 2, "--policy: cannot be given together with"),
+        ("{dgx} --set resources.nodes=2", 2, "--set: needs --plan"),
+        ("{dgx} --node n1", 2, "--node: needs --run"),
+        ("{dgx} --run last", 2, "FILE: cannot be given together with --run"),
+        ("{dgx} --plan bad.yaml", 2, "script, module and command"),
         *((f"{option} {{empty}}", 2, "must not be empty") for option in ("--plan", "--run", "")),
     ],
 )
@@ -117,21 +113,21 @@ def test_what_is_wrong(shell: Shell, hpml: Hpml, words: str, code: int, message:
     (shell.root / "notes.txt").write_text("Remember the milk.\n")
     (shell.root / "cut.xml").write_text("<topology><object type='Machine'>\n")
     (shell.root / "bad.yaml").write_text("name: bad\n")
-    places = {"{v100}": str(V100), "{empty}": " "}
+    places = {"{dgx}": str(DGX), "{empty}": " "}
     assert hpml("topo", *(places.get(word, word) for word in words.split())).refuses(code, message)
 
 
 def test_a_picture(shell: Shell, hpml: Hpml, quad: str) -> None:
     """Beside the table, or alone on standard output; a box per core, GPU and card."""
-    file = str(DATA / "nccl/topo_16p1h.xml")
-    assert hpml("topo", file, "--svg", "node.svg").out.startswith("topo_16p1h.xml")
+    (shell.root / "node.xml").write_text(hwloc_xml(two_sockets()))
+    assert hpml("topo", "node.xml", "--svg", "node.svg").out.startswith("node.xml (hwloc XML)")
     svg = (shell.root / "node.svg").read_text()
     kinds = [box.get("class") for box in parse_xml(svg).iter(f"{SVG}rect")]
-    counts = {"page": 1, "socket": 1, "domain": 4, "core": 128, "gpu": 16, "nic": 8}
+    counts = {"page": 1, "socket": 2, "domain": 2, "core": 8, "gpu": 3, "nic": 1}
     assert {kind: kinds.count(kind) for kind in kinds} == counts
-    assert {"GPU15", "PIX mlx5_8"} <= set(texts(svg))
+    assert {"nvml2", "PIX mlx5_0"} <= set(texts(svg))
     words = texts(hpml("topo", quad, "--ranks", "4", "--svg", "-").out)
-    assert "quad.txt (nvidia-smi topo -m): plan of 4 ranks (gpu-local)" in words
+    assert "quad.json (by hand): plan of 4 ranks (gpu-local)" in words
     assert [words.count(str(rank)) for rank in range(4)] == [8 + 1] * 4  # cores, GPU
     assert "rank 0: GPU0" in words
     piped = shell.bash('"$@" 3>&1 >/dev/null | cat', "topo", quad, "--svg", "/dev/fd/3")
@@ -160,10 +156,10 @@ def apart(boxes: list[tuple[float, float, float, float]], page: tuple[float, ...
 
 
 @pytest.mark.parametrize("ranks", ["none", "plan", "seen"])
-@pytest.mark.parametrize("file", ["hwloc/power8gpudistances.xml", "nvidia-smi/1gpu-numa1.txt"])
-def test_nothing_in_a_picture_overlaps(file: str, ranks: str) -> None:
+@pytest.mark.parametrize("file", [DATA / "hwloc/power8gpudistances.xml", DGX])
+def test_nothing_in_a_picture_overlaps(file: Path, ranks: str) -> None:
     """Boxes of a kind lie apart and on the page, and so do texts, in a font wider than usual."""
-    machine = read_topology(DATA / file)
+    machine = read_topology(file)
     cpus = sorted(machine.cpus)
     wrong = ("runs where it should not, and this is said at length " * 3,)
     places = [
@@ -205,19 +201,6 @@ def test_a_core_of_several_ranks_is_grey() -> None:
     assert names(["GPU01", "GPU02", "GPU2", "GPU2"]) == "GPU01 GPU02 GPU2 GPU2"
 
 
-def test_ranks_get_a_gpu_and_cores_next_to_it(hpml: Hpml) -> None:
-    """Eight V100: four on each socket's CPUs; nvidia-smi's matrix has no distances, so none is."""
-    document = hpml("topo", str(V100), "--ranks", "8", "--json").json()
-    ranks = document["ranks"]
-    assert [rank["gpu"] for rank in ranks] == [f"GPU{number}" for number in range(8)]
-    assert [rank["numa"] for rank in ranks] == [[0]] * 4 + [[1]] * 4
-    assert {rank["distance"] for rank in ranks} == {None}
-    cpus = [cpu for rank in ranks for cpu in parse_list(rank["cpus"])]
-    assert sorted(cpus) == list(range(96))
-    assert document["warnings"]
-    assert "distance" not in hpml("topo", str(V100), "--ranks", "8", "--svg", "-").out
-
-
 def plan_of(hpml: Hpml, *words: str) -> tuple[list[Any], list[str], list[str]]:
     """CPUs and notes of a plan, and its warnings."""
     planned = hpml(*words, "--json").json()
@@ -229,7 +212,9 @@ def test_a_jobs_plan(shell: Shell, hpml: Hpml, quad: str) -> None:
     resources = {"gpus": 4, "ranks_per_gpu": 2, "cpus_per_rank": 4}
     job = shell.job("whole", resources=resources, binding={"policy": "numa", "loader_workers": 1})
     planned = hpml("topo", quad, "--plan", job, "--json").json()
-    assert [rank["gpu"] for rank in planned["ranks"]] == ["GPU0", "GPU1", "GPU2", "GPU3"] * 2
+    assert [rank["gpu"] for rank in planned["ranks"]] == [
+        f"0000:0{n}:00.0" for n in range(1, 5)
+    ] * 2
     assert {rank["threads"] for rank in planned["ranks"]} == {3}
     assert (planned["policy"], planned["notes"]) == ("numa", [])
     cpus, _, _ = plan_of(hpml, "topo", quad, "--plan", job, "--set", "binding.policy=none")
@@ -241,7 +226,7 @@ def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> Non
     job = shell.job("part", resources={"gpus": 2, "cpus_per_rank": 4})
     shown = hpml("topo", quad, "--plan", job)
     cells = [line.split("\t")[1:3] for line in shown.out.splitlines()[1:]]
-    assert cells == [["GPU0", "24-31"], ["GPU1", "16-23"]]
+    assert cells == [["0000:01:00.0", "24-31"], ["0000:02:00.0", "16-23"]]
     assert shown.err.endswith(
         "note: the job requests 8 of 32 CPUs and 2 of 4 GPUs: Slurm decides which; this plan uses "
         "the CPUs not next to other jobs' GPUs and the first 2 GPUs\n"
@@ -268,7 +253,7 @@ def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str)
         f"[partitions.gpu]\ndefault = true\nnode_types = ['a']\n"
         f"[partitions.both]\nnode_types = ['a', 'b']\n[partitions.dark]\nnode_types = ['c']\n"
         f"[partitions.bad]\nnode_types = ['d']\n"
-        f"[node_types.a]\ntopology = '{quad}'\n[node_types.b]\ntopology = '{V100}'\n"
+        f"[node_types.a]\ntopology = '{quad}'\n[node_types.b]\ntopology = '{DGX}'\n"
         f"[node_types.c]\n[node_types.d]\ntopology = 'nowhere.json'\n"
     )
 
@@ -278,7 +263,7 @@ def test_the_site_profile_has_the_jobs_node(shell: Shell, hpml: Hpml, quad: str)
 
     cpus = [rank["cpus"] for rank in topo(gpus=4).json()["ranks"]]
     assert cpus == ["24-31", "16-23", "8-15", "0-7"]
-    assert topo(str(V100), gpus=4).json()["ranks"][0]["cpus"] == "0-5,48-53"
+    assert topo(str(DGX), gpus=4).json()["ranks"][0]["cpus"].startswith("32-")
     assert topo(partition="both").refuses(2, "FILE: this job may run on several kinds of nodes: ")
     dark = topo(partition="dark")
     assert (dark.code, "the plan is for this machine" in dark.err) == (0, True)

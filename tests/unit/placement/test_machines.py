@@ -102,43 +102,9 @@ def test_one_worker_per_socket(policy: str) -> None:
     assert [one.gpu for one in made.ranks] == [None, None]
 
 
-BY_HAND = {
-    # GPUs on domains 2, 3, 0, 1, one each
-    "nccl/topo_4p_940.xml": [
-        "48-71,144-167",
-        "72-95,168-191",
-        "0-23,96-119",
-        "24-47,120-143",
-    ],
-    # MI250X: 3, 3, 1, 1, 0, 0, 2, 2 with all 64 cores
-    "nccl/topo_8p1h_3.xml": [
-        "48-55,112-119",
-        "56-63,120-127",
-        "16-23,80-87",
-        "24-31,88-95",
-        "0-7,64-71",
-        "8-15,72-79",
-        "32-39,96-103",
-        "40-47,104-111",
-    ],
-    # 1, 1, 0, 0, 3, 3, 2, 2, each CPU a core
-    # one GPU on domain 0, two on domain 1
-    "nccl/topo_3p_pcie.xml": ["0-15,32-47", "16-23,48-55", "24-31,56-63"],
-    # two cores of two threads for each
-    "hwloc/power8gpudistances.xml": [
-        "0-1,8-9",
-        "16-17,24-25",
-        "80-81,88-89",
-        "96-97,104-105",
-    ],
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_real_machines_plan(name: str) -> None:
-    """The plan is the one that somebody writes down who looks at the file."""
-    wanted = BY_HAND[name]
-    made = plan(read_topology(DATA / name), len(wanted))
-    assert [one.cpu_list() for one in made.ranks] == wanted
-    assert {one.distance for one in made.ranks} == {10 if name.startswith("hwloc") else None}
+def test_a_real_machines_plan() -> None:
+    """Two cores of two threads for each GPU, as somebody writes down who looks at the file."""
+    made = plan(read_topology(DATA / "hwloc/power8gpudistances.xml"), 4)
+    assert lists(made) == ["0-1,8-9", "16-17,24-25", "80-81,88-89", "96-97,104-105"]
+    assert {one.distance for one in made.ranks} == {10}
     assert made.warnings == ()

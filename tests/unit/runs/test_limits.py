@@ -20,7 +20,6 @@ TOPOLOGY = {
     "source": "sysfs",
     "domains": [{"number": 0, "cpus": "0-7", "memory_bytes": 100 << 30, "distances": {}}],
     "cores": [{"number": n, "socket": 0, "domain": 0, "cpus": str(n)} for n in range(8)],
-    "sockets_told": True,
     "gpus": [],
     "nics": [],
     "links": [],

@@ -1,4 +1,4 @@
-"""Machines as plain data, and in the formats of the kernel, hwloc, NCCL and nvidia-smi."""
+"""Machines as plain data, and in the formats of the kernel and hwloc."""
 
 from __future__ import annotations
 
@@ -180,53 +180,8 @@ def hwloc_device(device: Device, rdma: int) -> list[str]:
     return [*lines, *["</object>"] * (len(device.bridges) + 1)]
 
 
-def nccl_xml(machine: Machine) -> str:
-    """What NCCL dumps: one entry per switch, not per port; domains with devices alone."""
-    lines = ['<system version="1">']
-    for number in dict.fromkeys(device.domain for device in machine.devices):
-        lines.append(f'<cpu numaid="{number}" affinity="{mask(machine.cpus(number))}" arch="x">')
-        for device in machine.devices:
-            if device.domain == number:
-                # bridges: host bridge, root port, then the two ports of each switch
-                switches = device.bridges[2::2]
-                lines += [f'<pci busid="{one}" class="0x060400">' for one in switches]
-                lines.append(
-                    f'<pci busid="{device.address}" class="0x{device.pci_class:06x}" '
-                    f'vendor="0x{device.vendor:04x}">'
-                )
-                lines.append(
-                    f'<gpu dev="{device.name[3:]}" sm="80" rank="0"/>'
-                    if device.kind == "gpu"
-                    else f'<nic><net name="{device.name}" dev="0"/></nic>'
-                )
-                lines += ["</pci>"] * (len(switches) + 1)
-        lines.append("</cpu>")
-    return "\n".join([*lines, "</system>", ""])
-
-
-def nvidia_smi(machine: Machine, levels: dict[tuple[str, str], str], *, tabs: bool = True) -> str:
-    """What `nvidia-smi topo -m` prints, with cards behind a legend, tabs expanded where asked."""
-    columns = [one.name for one in machine.gpus] + [f"NIC{n}" for n in range(len(machine.nics))]
-    tails = ["CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]
-    lines = ["\x1b[4m\t" + "\t".join([*columns, *tails]) + "\x1b[0m"]
-    for gpu in machine.gpus:
-        row = ["NV12"] * len(machine.gpus)
-        row[machine.gpus.index(gpu)] = " X "
-        row += [levels[gpu.name, nic.name] for nic in machine.nics]
-        cpus = numbers(machine.cpus(gpu.domain))
-        lines.append("\t".join([gpu.name, *row, cpus, str(gpu.domain), "", "N/A"]))
-    for index, nic in enumerate(machine.nics):
-        row = [levels[gpu.name, nic.name] for gpu in machine.gpus]
-        row += [" X " if one is nic else "SYS" for one in machine.nics]
-        lines.append("\t".join([f"NIC{index}", *row, "", "", "", ""]))
-    lines += ["", "Legend:", "", "  X    = Self", "", "NIC Legend:", ""]
-    lines += [f"  NIC{index}: {nic.name}" for index, nic in enumerate(machine.nics)]
-    text = "\n".join(lines) + "\n"
-    return text if tabs else text.expandtabs(8)
-
-
-def two_sockets() -> tuple[Machine, dict[tuple[str, str], str]]:
-    """Two domains of 4 cores with 2 threads, a card behind the switch of GPU 1; and their links.
+def two_sockets() -> Machine:
+    """Two domains of 4 cores with 2 threads, a card behind the switch of GPU 0.
 
     GPU 0 and 1 are on domain 1, GPU 2 on domain 0: the order is reversed and the load uneven.
     """
@@ -238,9 +193,4 @@ def two_sockets() -> tuple[Machine, dict[tuple[str, str], str]]:
         Device("gpu", "GPU2", "0000:c3:00.0", ("pci0000:c0", "0000:c0:01.1"), 0, "GPU-000000cc"),
         Device("nic", "mlx5_0", "0000:44:00.0", (*left, "0000:42:04.0"), 1, vendor=MELLANOX),
     ]
-    links = {
-        ("GPU0", "mlx5_0"): "PIX",
-        ("GPU1", "mlx5_0"): "NODE",
-        ("GPU2", "mlx5_0"): "SYS",
-    }
-    return Machine(cores, {0: [10, 21], 1: [21, 10]}, devices), links
+    return Machine(cores, {0: [10, 21], 1: [21, 10]}, devices)

@@ -17,7 +17,7 @@ from hpml_orchestrator.topology.cpulist import format_list
 from hpml_orchestrator.topology.model import Topology, topology_json
 from hpml_orchestrator.topology.recognise import topology_of_text
 from hpml_orchestrator.topology.sysfs import read_sysfs
-from tests.unit.topology.machines import AMD, Device, Machine, hwloc_mask, mask, write, write_sysfs
+from tests.unit.topology.machines import AMD, Device, Machine, hwloc_mask, write, write_sysfs
 
 CORES = [(n // 24, n // 24, (n, n + 96)) for n in range(96)]
 SOCKETS = range(4)
@@ -57,16 +57,6 @@ def hwloc(parts: int, name: str) -> Topology:
     return topology_of_text("".join([*lines, "</object></topology>"]))
 
 
-def nccl(parts: int) -> Topology:
-    lines = ['<system version="1">']
-    for socket in SOCKETS:
-        lines.append(f'<cpu numaid="{socket}" affinity="{mask(MI300A.cpus(socket), 6)}">')
-        lines.append(f'<pci busid="000{socket}:02:00.0" class="0x120000" vendor="0x1002">')
-        lines += [f'<gpu dev="{socket * parts + part}" rank="0"/>' for part in range(parts)]
-        lines.append("</pci></cpu>")
-    return topology_of_text("".join([*lines, "</system>"]))
-
-
 def sysfs(parts: int, root: Path, shift: int) -> Topology:
     """KFD's nodes: processors first; Linux before 6.9 has the partition in the PCI function."""
     roots = write_sysfs(root, MI300A)
@@ -83,12 +73,10 @@ def sysfs(parts: int, root: Path, shift: int) -> Topology:
 
 
 @pytest.mark.parametrize("parts", [3, 6], ids=["TPX", "CPX"])
-@pytest.mark.parametrize("source", ["rsmi{}", "nccl", "kfd", "kfd before 6.9"])
+@pytest.mark.parametrize("source", ["rsmi{}", "kfd", "kfd before 6.9"])
 def test_ranks_are_planned_on_all_partitions(source: str, parts: int, tmp_path: Path) -> None:
     """Each partition has a separate address, is on its GPU's domain, and gets cores there."""
-    if source == "nccl":
-        got = nccl(parts)
-    elif source.startswith("kfd"):
+    if source.startswith("kfd"):
         got = sysfs(parts, tmp_path, 0 if "before" in source else 28)
     else:
         got = hwloc(parts, source)

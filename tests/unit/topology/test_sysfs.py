@@ -25,7 +25,7 @@ from tests.unit.topology.machines import (
     write_sysfs,
 )
 
-MACHINE, _ = two_sockets()
+MACHINE = two_sockets()
 GPU0 = "devices/pci0000:40/0000:40:01.1/0000:41:00.0/0000:42:00.0/0000:43:00.0"
 
 

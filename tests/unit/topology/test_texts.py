@@ -18,11 +18,7 @@ from tests.unit.topology.machines import hwloc_xml, two_sockets
 
 DATA = Path(__file__).parent / "data"
 FILES = sorted(DATA.glob("*/*"))
-MACHINE, LINKS = two_sockets()
-
-
-def smi(*lines: str) -> Topology:
-    return topology_of_text("\n".join(lines) + "\n")
+MACHINE = two_sockets()
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*/*.xml")), ids=lambda path: path.name)
@@ -43,20 +39,11 @@ def test_xml_cut_anywhere_is_refused(path: Path) -> None:
         ("GPU0 fell off the bus\n", "is not a topology in a known format"),
         ("<html><body/></html>", "is XML but not a machine's topology: <html>"),
         ("<topology/>", "<object> is missing"),
-        ("<system/>", "<cpu> is missing"),
-        ("<system><cpu numaid='0' affinity='xyz'/></system>", "not a mask of CPUs"),
-        ("<system><cpu host_hash='1'/><cpu host_hash='2'/></system>", "several nodes"),
         ("<topology><object type='Machine' cpuset='0x1'", "cut off: it ends at line 1"),
         ("<topology><object type='Machine'></topology>", "not valid XML: mismatched tag"),
         ("<topology><object type='Machine' os_index='0'/></topology>", "it has no CPUs"),
         ("<topology><object type='PU' os_index='9999999'/></topology>", "too large"),
         ("<!--" * 500_000, "not valid XML"),
-        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0-3\n", "rows are missing for GPU1"),
-        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n", "must have 2 cells"),
-        ("\tGPU0\tCPU Affinity\nGPU0\t?\t0-3\n", "not '?'"),
-        ("\tGPU0\tCPU Affinity\nGPU0\t X \t3-0\n", "not a range of CPUs: '3-0'"),
-        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0\nGPU0\t X \t0\n", "a second row for GPU0"),
-        ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-4000000000\n", "not a list of CPUs"),
     ],
 )
 def test_what_is_wrong_is_told(text: str, message: str) -> None:
@@ -90,131 +77,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_topology(str(tmp_path / "bytes"))
     with pytest.raises(InputError, match="cannot be read"):
         read_topology("a\0b")
-
-
-HEADER = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
-
-
-@pytest.mark.parametrize(
-    ("header", "rows", "domains", "gpus", "warning"),
-    [
-        # the domain of a GPU is not named, or several are: its CPUs decide
-        (HEADER, ["N/A\tN/A\t\tN/A", "4-7\t1\t\tN/A"], {1: "4-7"}, [None, 1], "GPU0 is unknown"),
-        (HEADER, ["\t\t\tN/A", "4-7\t1\t\tN/A"], {1: "4-7"}, [None, 1], "GPU0 is unknown"),
-        (HEADER, ["0-3\t\t\tN/A", "4-7\t1\t\tN/A"], {0: "0-3", 1: "4-7"}, [0, 1], "inferred"),
-        (HEADER, ["0-3\t0-1\t\tN/A", "4-7\t1\t\tN/A"], {0: "0-3", 1: "4-7"}, [0, 1], "inferred"),
-        (
-            HEADER,
-            ["0-7\t0-1\t\tN/A", "4-7\t1\t\tN/A"],
-            {0: "0-3", 1: "4-7"},
-            [None, 1],
-            "CPUs 0-3 is unknown",
-        ),
-        # a short list of CPUs is padded by a second tab
-        (HEADER, ["0-7\t\t3\t\tN/A", "8-15\t\t1\t\tN/A"], {1: "8-15", 3: "0-7"}, [3, 1], ""),
-        # domains of GPU memory, as on Grace Hopper, and behind that of the CPUs on a GB200
-        (
-            HEADER,
-            ["0-71\t0\t\t4", "72-143\t1\t\t12"],
-            {0: "0-71", 1: "72-143", 4: "", 12: ""},
-            [0, 1],
-            "",
-        ),
-        (
-            HEADER,
-            ["72-143\t1,18-33\t\tN/A", "0-71\t0\t\tN/A"],
-            {0: "0-71", 1: "72-143"},
-            [1, 0],
-            "",
-        ),
-        # drivers before R450 have no domains: they are counted by their CPUs
-        ("\tGPU0\tGPU1\tCPU Affinity", ["8-15", "0-7"], {0: "0-7", 1: "8-15"}, [1, 0], "inferred"),
-        (
-            HEADER,
-            ["0,2,4,6,8,10\t0\t\tN/A", "1,3\t1\t\tN/A"],
-            {0: "0,2,4,6,8,10", 1: "1,3"},
-            [0, 1],
-            "CPU affinity of GPU0 has six numbers",
-        ),
-        (HEADER, ["N/A\tN/A", "N/A\tN/A"], {}, [None, None], "CPUs are unknown"),
-        # a domain is named, its CPUs are not: the GPU's place is known all the same
-        (HEADER, ["N/A\t0\t\tN/A", "\t1\t\tN/A"], {0: "", 1: ""}, [0, 1], "CPUs are unknown"),
-        (
-            HEADER,
-            ["0-3\t0\t\tN/A", "N/A\t1\t\tN/A"],
-            {0: "0-3", 1: ""},
-            [0, 1],
-            "The CPUs of domain 1 are unknown",
-        ),
-        (HEADER, ["0-3\t0\t\tN/A", "N/A\t0\t\tN/A"], {0: "0-3"}, [0, 0], ""),
-        (HEADER, ["0-3\t0\t\t1", "N/A\t1\t\t2"], {0: "0-3", 1: "", 2: ""}, [0, None], "GPU1 is"),
-    ],
-)
-def test_nvidia_smi_affinities(
-    header: str, rows: list[str], domains: dict[int, str], gpus: list[int | None], warning: str
-) -> None:
-    """Domains and CPUs that a matrix names, names twice, or lacks."""
-    got = smi(header, f"GPU0\t X \tSYS\t{rows[0]}", f"GPU1\tSYS\t X \t{rows[1]}")
-    assert {one.number: format_list(one.cpus) for one in got.domains} == domains
-    assert [gpu.domain for gpu in got.gpus] == gpus
-    assert warning in " ".join(got.warnings)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "cores"),
-    [
-        ("0-1,4-5", "2-3,6-7", [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("0,2,4,6", "1,3,5,7", [(n,) for n in range(8)]),
-        ("0-3", "4-7", [(n,) for n in range(8)]),
-        ("0-1,4", "2-3,6-7", [(0,), (1,), (2,), (3,), (4,), (6,), (7,)]),
-    ],
-)
-def test_hardware_threads_by_the_shape_of_domains(
-    first: str, second: str, cores: list[tuple[int, ...]]
-) -> None:
-    """Two equal runs in every domain prove siblings; interleaved or missing CPUs do not."""
-    got = smi(
-        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity",
-        f"GPU0\t X \tSYS\t{first}\t0",
-        f"GPU1\tSYS\t X \t{second}\t1",
-    )
-    assert [core.cpus for core in got.cores] == cores
-
-
-@pytest.mark.parametrize(
-    ("other", "domains", "gpus"),
-    [("0", {0: "0-7", 1: "8-15"}, [0, 1]), ("1", {0: "8-15", 1: "0-7"}, [1, 0])],
-)
-def test_nccl_without_a_domain(other: str, domains: dict[int, str], gpus: list[int]) -> None:
-    """CPUs of a numaid of -1 form a new domain; alone they do not place GPUs."""
-    pci = '<pci busid="0000:{}:00.0" class="0x030200"><gpu dev="{}"/></pci>'
-    virtual = f'<cpu numaid="-1" affinity="ff00">{pci.format("02", 1)}</cpu></system>'
-    got = topology_of_text(
-        f'<system><cpu numaid="{other}" affinity="ff">{pci.format("01", 0)}</cpu>{virtual}'
-    )
-    assert {one.number: format_list(one.cpus) for one in got.domains} == domains
-    assert [gpu.domain for gpu in got.gpus] == gpus
-    assert f"the CPUs 8-15 count as domain {gpus[1]}" in " ".join(got.warnings)
-    alone = topology_of_text(f"<system>{virtual}")
-    assert (alone.gpus[0].domain, alone.gpus[0].cpus) == (None, ())
-    assert alone.domains[0].cpus == tuple(range(8, 16))
-
-
-def test_nccl_files_written_by_hand() -> None:
-    """Guides show lists of CPUs, cards without <nic> or <net>, and devices of a bridge's class."""
-    got = topology_of_text(
-        """<system version="1"><cpu numaid="0" affinity="0-3,8">
-        <pci busid="0000:01:00.0" class="0x060400"><gpu dev="0" sm="90"/></pci>
-        <pci busid="0000:02:00.0" class="0x020700"><net name="mlx5_0" port="1"/></pci>
-        <pci busid="0000:03:00.0" class="0x020700"><nic name="mlx5_1" dev="1"/></pci>
-        </cpu></system>"""
-    )
-    assert got.domains[0].cpus == (0, 1, 2, 3, 8)
-    assert [gpu.address for gpu in got.gpus] == ["0000:01:00.0"]
-    assert [(nic.name, nic.address) for nic in got.nics] == [
-        ("mlx5_0", "0000:02:00.0"),
-        ("mlx5_1", "0000:03:00.0"),
-    ]
 
 
 def test_hwloc_cpus_outside_of_the_domains() -> None:
@@ -305,11 +167,10 @@ def test_hwloc_offers_the_fabrics_cards(
 
 WORDS = [
     *("<topology", "<object type='", "Machine'", "PU'", "NUMANode'", "OSDev'", "os_index='", "1'"),
-    *(">", "/>", "</object>", "</topology>", "<system", "<cpu numaid='", "affinity='", "ff", ",,"),
-    *("<pci busid='", "0000:00:00.0", "class='", "0x030200", "'", "<gpu dev='", "</cpu>", "</pci>"),
-    *("GPU0", "GPU1", "NIC0", "\t", " X ", "SYS", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"),
-    *("0-3", "N/A", "\n", "-1", "cpuset='", "0xf...f", "<distances2 type='NUMANode' kind='5'>"),
-    *("<indexes>", "<u64values>", "99999999999999999999", "NIC0: mlx5_0", "\x1b[4m", "²", "\0"),
+    *(">", "/>", "</object>", "</topology>", "ff", ",,"),
+    *("pci_busid='", "0000:00:00.0", "pci_type='", "0302 [10de:2342]", "'"),
+    *("0-3", "\n", "-1", "cpuset='", "0xf...f", "<distances2 type='NUMANode' kind='5'>"),
+    *("<indexes>", "<u64values>", "99999999999999999999", "²", "\0"),
 ]
 
 
