@@ -15,8 +15,8 @@ from hpml_orchestrator.convert.files import read_script
 from hpml_orchestrator.convert.importer import ImportContext, import_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
+from hpml_orchestrator.script.bash import check_setup
 from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.script.user_template import check_setup
 from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:

@@ -98,7 +98,6 @@ COMMANDS = {
     "doctor": CommandEntry(
         "site", "doctor", "Check the installation, Slurm and this machine.", _SITE
     ),
-    "template": CommandEntry("site", "group", "List script templates or write your own.", _SITE),
     "bench": CommandEntry("bench", "bench", "Measure nodes and name those that are slow.", _SITE),
     "topo": CommandEntry(
         "topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE

@@ -112,13 +112,6 @@ hpml check
 hpml init
     Write hpml.toml in this directory: hpml init
     Write your own profile and probe the nodes: hpml init --user --probe
-hpml template
-    List the templates in effect here: hpml template list
-hpml template list
-    As JSON: hpml template list --json
-hpml template eject
-    Start your own template: hpml template eject torchrun
-    Copy the whole template: hpml template eject base --whole
 hpml bench
     This machine: hpml bench --local
     Four nodes of a partition: hpml bench --nodes 4 --set resources.partition=gpu

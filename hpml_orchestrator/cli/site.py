@@ -1,14 +1,11 @@
-"""Commands about the cluster and the installation: init, doctor, template, schema."""
+"""Commands about the cluster and the installation: init, doctor, schema."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from socket import gethostname
 from typing import Annotated, Literal
 
@@ -19,60 +16,14 @@ from hpml_orchestrator.cli.common import (
     chosen_site,
     print_json,
     print_table,
-    refuse_empty,
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.templates import eject as eject_template
-from hpml_orchestrator.runs.templates import templates
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.site.doctor import examine
 from hpml_orchestrator.site.initialise import initialise, profile_path, save
-from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
-
-group = typer.Typer(no_args_is_help=True)
-
-
-@group.command("list")
-def list_(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the templates in use: your own, from the site profile, and hpml's."""
-    site = site_for(Path.cwd() / "job.yaml", os.environ, chosen=chosen_site(context))
-    in_use = templates(site.site.templates if site else None)
-    if as_json:
-        print_json([asdict(template) for template in in_use])
-        return
-    print_table(
-        ("TEMPLATE", "FOR", "FROM", "BLOCKS"),
-        [
-            (template.name, template.purpose, template.origin, " ".join(template.blocks) or "-")
-            for template in in_use
-        ],
-    )
-
-
-@group.command("eject")
-def eject(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A template of `hpml template list`.")
-    ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="Directory to write it to.")
-    ] = "templates",
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Copy hpml's whole template instead of extending it.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
-    """Write a template that extends hpml's, with every block explained."""
-    refuse_empty({"--output": output})
-    path = eject_template(name, output, whole=whole, force=force)
-    typer.echo(f"wrote {path}")
-    here = Path.cwd()
-    inside = path.parent.relative_to(here) if path.parent.is_relative_to(here) else path.parent
-    typer.echo("to use it, add to hpml.toml, above its first [section]:")
-    typer.echo(f"    templates = {json.dumps(str(inside))}")
 
 
 def init(

@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.script.directives import directives, leaves_out
+from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.script.render import CODE_DIRECTORY, Capabilities, SnapshotPaths, render
 from hpml_orchestrator.spec.load import field_value
 
@@ -80,7 +80,7 @@ def render_job(
         resolved, targets = stage_targets.resolve_stage_targets(resolved, room)
     job = resolved.job
     if job.environment.setup:
-        from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.bash import check_setup  # noqa: PLC0415 - few have it
 
         check_setup(job.environment.setup, resolved.origins["environment.setup"])
     snapshot = find(job) if job.snapshot else None
@@ -92,9 +92,9 @@ def render_job(
         targets=targets,
     )
     if site is not None and site.site.templates:
-        from hpml_orchestrator.script.user_template import check_script  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.bash import check_script  # noqa: PLC0415 - few have it
 
-        check_script(script, directives(job, site), site.site.templates)
+        check_script(script, site.site.templates)
     return Rendered(resolved, script, site, snapshot, targets)
 
 

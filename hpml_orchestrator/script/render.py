@@ -122,14 +122,7 @@ def render(
     placeholders = {name for word in words for name in PLACEHOLDER.findall(str(word))}
     context["points"] = any(name.startswith("point.") for name in placeholders)
     name = f"{job.launcher}.sh.j2"
-    if site is not None and site.site.templates:
-        from hpml_orchestrator.script.user_template import (  # noqa: PLC0415 - few have such
-            render_user_template,
-        )
-
-        text = render_user_template(site.site.templates, name, context)
-    else:
-        text = template.environment().get_template(name).render(context)
+    text = template.render_template(name, context, site.site.templates if site else None)
     size = len(text.encode("utf-8"))
     if size > MAX_SCRIPT_BYTES:
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 from typing import TYPE_CHECKING
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
 _LINE = 100  # columns of a command's lines
@@ -137,6 +139,55 @@ def own_directory() -> str:
 
 
 @functools.cache
-def environment() -> ScriptEnvironment:
-    """Return the environment of hpml's own templates, one per process."""
-    return ScriptEnvironment(jinja2.FileSystemLoader(own_directory()))
+def environment(directory: str | None = None) -> ScriptEnvironment:
+    """Return the environment of hpml's own templates, or of a user's in front of them.
+
+    A user's template of the same name wins; `hpml/NAME.sh.j2` is always hpml's, to extend it.
+
+    Raises:
+        InputError: the user's directory does not exist.
+    """
+    own = jinja2.FileSystemLoader(own_directory())
+    if directory is None:
+        return ScriptEnvironment(own)
+    if not os.access(directory, os.R_OK | os.X_OK) or not os.path.isdir(directory):
+        raise InputError("does not exist, or is not readable", field="templates", value=directory)
+    prefixed = jinja2.PrefixLoader({"hpml": own})
+    return ScriptEnvironment(
+        jinja2.ChoiceLoader([prefixed, jinja2.FileSystemLoader(directory), own])
+    )
+
+
+def render_template(name: str, context: Mapping[str, object], directory: str | None = None) -> str:
+    """Return what a template makes.
+
+    Args:
+        name: such as `torchrun.sh.j2`.
+        context: its variables.
+        directory: of the user's templates, if there are some.
+
+    Raises:
+        InputError: a user's template is at fault; names its file and line.
+    """
+    made = environment(directory)
+    try:
+        return made.get_template(name).render(context)
+    except Exception as error:
+        if directory is None:
+            raise
+        raise _fault(error, directory, name) from error
+
+
+def _fault(error: Exception, directory: str, name: str) -> InputError:
+    place = os.path.join(directory, name)
+    kind = "" if isinstance(error, jinja2.UndefinedError) else f"{type(error).__name__}: "
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        place, kind = f"{error.filename or place}:{error.lineno}", ""
+    frame = error.__traceback__
+    while frame is not None:  # the innermost line of a template
+        file = frame.tb_frame.f_code.co_filename
+        if file.startswith(os.path.join(directory, "")):
+            place = f"{file}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    hint = "{% extends %} knows hpml's own templates as hpml/NAME.sh.j2"
+    return InputError(f"{place}: {kind}{error}", field="templates", hint=hint)

@@ -240,7 +240,8 @@ class Site(Model):
     defaults: dict[str, Any] = Field(default={})
     """Defaults for fields of job files, such as `resources.partition`."""
     templates: text.PathText | None = None
-    """Directory of your templates, which replace hpml's; relative to the profile."""
+    """Directory of your Jinja2 templates of batch scripts, which extend or replace hpml's; relative
+    to the profile."""
 
     @field_validator("directives")
     @classmethod

@@ -128,7 +128,6 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
         ("dashboards check", "all dashboards match their code"),
         ("dashboards build --output built", "built/hpml-job.json"),
         ("schema job", '"$defs"'),
-        ("template list", "srun"),
         ("man submit", "hpml submit [OPTIONS]"),
         ("man --output pages", "pages"),
         ("import script.sh", "launcher: srun"),

@@ -32,7 +32,7 @@ def closed(tmp_path: Path) -> Iterator[Path]:
     directory.chmod(0o700)
 
 
-@pytest.mark.parametrize("words", ["stage ls", "stage {root} --to {root}/t", "template list"])
+@pytest.mark.parametrize("words", ["stage ls", "stage {root} --to {root}/t"])
 def test_a_closed_current_directory_has_no_profile(
     shell: Shell, closed: Path, tmp_path: Path, words: str
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_closed_current_directory_has_no_profile(
     ended = within(closed, shell, *words.split())
     assert (ended.code, "error" in ended.err) == (0, False), ended.err
     (tmp_path / "hpml.toml").write_text("templates = 3\n")
-    assert within(closed, shell, "template", "list").refuses(2, "templates: must be text")
+    assert within(closed, shell, "stage", "ls").refuses(2, "templates: must be text")
 
 
 def test_a_closed_profile_is_an_error(shell: Shell, closed: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_closed_profile_is_an_error(shell: Shell, closed: Path, tmp_path: Path
     place = tmp_path / "project"
     place.mkdir()
     (place / "hpml.toml").symlink_to(closed / "hpml.toml")
-    ended = shell.bash('"$@"', "template", "list", cwd=place)
+    ended = shell.bash('"$@"', "stage", "ls", cwd=place)
     assert ended.refuses(2, "Permission denied", f"{place}/hpml.toml")
 
 
@@ -109,7 +109,7 @@ def test_a_script_rendered_into_a_closed_directory(shell: Shell, closed: Path) -
 
 @pytest.mark.parametrize(
     "words",
-    ["render {job} -o {full}/a", "template eject srun -o {full}/a", "import s.sh -o {full}/o"],
+    ["render {job} -o {full}/a", "import s.sh -o {full}/o"],
 )
 def test_an_output_on_a_full_disk(shell: Shell, tmpfs: Callable[[str], Path], words: str) -> None:
     """Nothing is left of what was begun."""

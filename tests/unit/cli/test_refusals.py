@@ -94,7 +94,6 @@ LINES = [
 # as above, for options that are given without a word, as by an unset variable of the shell
 EMPTY = [
     ("render good.yaml --output", "--output"),
-    ("template eject srun --output", "--output"),
     ("cancel --name", "--name"),
     ("list --since", "--since"),
     ("list --name", "--name"),

@@ -44,19 +44,14 @@ def test_doctor_and_schema(hpml: Hpml) -> None:
 
 
 def test_a_template_of_ones_own(shell: Shell, hpml: Hpml, project: Path) -> None:
-    """From eject to a script that has the site's line."""
-    ejected = hpml("template", "eject", "srun", "-o", "mine")
-    lines = ejected.out.splitlines()
-    template = shell.root / "mine" / "srun.sh.j2"
-    assert (ejected.code, lines[0]) == (0, f"wrote {template}")
-    project.write_text(f"{lines[-1].strip()}\n")
-    with template.open("a") as stream:
-        stream.write("{% block user %}echo {{ job.name }}\n{% endblock %}")
+    """It has the site's line, and a profile of another site has not."""
+    project.write_text('templates = "mine"\n')
+    (shell.root / "mine").mkdir()
+    (shell.root / "mine" / "srun.sh.j2").write_text(
+        '{% extends "hpml/srun.sh.j2" %}{% block user %}echo {{ job.name }}\n{% endblock %}'
+    )
     assert "\necho probe\n" in hpml("render", shell.job(), *SLURM).out
-    listed = {row["name"]: row["origin"] for row in hpml("template", "list", "--json").json()}
-    assert (listed["srun"], listed["torchrun"]) == (str(shell.root / "mine"), "hpml")
-    assert str(shell.root) not in hpml("--site", "none", "template", "list").out
-    assert hpml("template", "eject", "srun", "-o", "mine").refuses(2, "--force")
+    assert "\necho probe\n" not in hpml("--site", "none", "render", shell.job(), *SLURM).out
 
 
 def explained(hpml: Hpml, job: str) -> dict[str, Any]:
