@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import struct
 import tarfile
 import threading
 import zipfile
-import zlib
 from array import array
 from typing import IO, TYPE_CHECKING, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
-from hpml_orchestrator.staging.members import MOST_MEMBERS, UNKNOWN, Members, honest_bytes
+from hpml_orchestrator.staging.members import MOST_MEMBERS, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 
 _NANO = 1_000_000_000
 _MOST_DIGITS = 20
-_FORM = struct.Struct("100s8s16x12s12s8sc100s88x155s12x")
 _EXTENSIONS = b"xgXLK"
 _LARGEST_EXTENSION_BYTES = 16 << 20
 """Names and attributes are small: a larger extension is an attempt to eat memory."""
@@ -56,10 +53,6 @@ _GLOBAL_BYTES = 1 << 20  # those for all members that follow are kept in memory
 _ROWS_AT_ONCE = 10_000
 _MANY_BYTES = 64 << 20  # of shards, from where on workers read their headers
 _NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 13, 1 << 17
-_UNSUPPORTED = {
-    b"M": "continues from another volume: join the volumes first",
-    b"D": "belongs to an incremental archive of GNU tar: make a plain one",
-}
 
 
 def check_archive(path: str, kind: str) -> None:
@@ -80,7 +73,7 @@ def check_archive(path: str, kind: str) -> None:
             start = stream.read(tarfile.BLOCKSIZE)
         if not compression_of(start) and start != bytes(tarfile.BLOCKSIZE):
             try:
-                _Info.of(path).frombuf(start, "utf-8", "surrogateescape")
+                tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
             except tarfile.TarError as error:
                 raise not_whole(path, "tar", f"it does not begin as one does: {error}") from error
 
@@ -153,7 +146,7 @@ class TarSource:
         elif kind == tarfile.LNKTYPE:
             members.hard_link(name, link)
         else:
-            members.refuse(name, _UNSUPPORTED.get(kind, UNKNOWN))
+            members.refuse(name)
         return False
 
     def _rows(self, members: Members) -> Iterator[tuple[int, list[Row]]]:
@@ -180,26 +173,23 @@ class TarSource:
         yield from enumerate(found)
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:
-        """Yield what the headers of one archive say."""
         stamp = self._stamps[number]
         path, most = stamp.path, min(self._most_bytes, honest_bytes(stamp.size))
         near = _SERVED_NEAR_BYTES if readers_for(path) > 1 else _NEAR_BYTES
-        kind = _Info.of(path)
         try:
-            with self.opened(number, near) as data:
-                with tarfile.open(fileobj=data, mode="r:", tarinfo=kind) as tar:
-                    for count, info in enumerate(iter(tar.next, None)):
-                        if count >= MOST_MEMBERS:
-                            more = f"{shown(path)}: holds more than {MOST_MEMBERS} members"
-                            raise StagingError(more)
-                        tar.members = []  # type: ignore[attr-defined] # they would all be kept
-                        row = _row(cast("_Info", info))
-                        if not self.ordered and row[5] + row[4] > stamp.size:
-                            raise EOFError("it ends inside a member")
-                        yield row
-                        if self.ordered and members is not None and members.total_bytes > most:
-                            members.check_bytes(stamp.size)  # what follows is not even read
-                _check_end(path, data, kind.last_block)
+            with (
+                self.opened(number, near) as data,
+                tarfile.open(fileobj=data, mode="r:", tarinfo=_Info.of(path)) as tar,
+            ):
+                for count, info in enumerate(iter(tar.next, None)):
+                    if count >= MOST_MEMBERS:
+                        raise StagingError(f"{shown(path)}: holds more than {MOST_MEMBERS} members")
+                    tar.members = []  # type: ignore[attr-defined] # they would all be kept
+                    yield _row(cast("_Info", info))
+                    if self.ordered and members is not None and members.total_bytes > most:
+                        members.check_bytes(stamp.size)  # what follows is not even read
+                while self.ordered and data.read(BLOCK_BYTES):
+                    pass  # to the end, where the decompressor compares its checksum
         except SourceChangedError as error:
             raise StagingError(f"{shown(path)}: changed while it was read") from error
         except (tarfile.TarError, OverflowError, *DAMAGED) as error:
@@ -283,28 +273,11 @@ class _TarReader:
             stack.close()
 
 
-def _check_end(path: str, data: IO[bytes], block: bytes) -> None:
-    """Refuse an archive whose last header is not its end, or with something behind that."""
-    at = data.tell() - len(block)
-    if len(block) < tarfile.BLOCKSIZE or block.strip(b"\0"):
-        what = "a damaged header" if block else "nothing"
-        reason = f"no end-of-archive mark where the members end, but {what} (at byte {at})"
-        raise EOFError(reason)
-    while block := data.read(BLOCK_BYTES):
-        if block.strip(b"\0"):
-            raise StagingError(
-                f"{shown(path)}: not a whole tar archive: something follows its "
-                f"end-of-archive mark, behind byte {at}",
-                hint="it has a hole, or several archives were joined: join them with tar -A",
-            )
-
-
 def _row(info: _Info) -> Row:
     records = info.pax_headers
     mtime_ns = int(info.mtime * _NANO) if "mtime" not in records else _nanoseconds(records["mtime"])
-    size = records.get("size", "0")
-    if not size.isdigit() or len(size) > _MOST_DIGITS:
-        raise EOFError("it holds a member with an absurd size")
+    if info.size < 0:  # tarfile would go back, and read it for ever
+        raise EOFError("it holds a member with a negative size")
     if any(key.startswith("GNU.sparse") for key in records):
         info._sparse()  # noqa: SLF001 - of our class
     kind = tarfile.REGTYPE if info.isreg() else info.type
@@ -325,7 +298,6 @@ class _Info(tarfile.TarInfo):
     """A member as tarfile reads it, without what tarfile believes or keeps too readily."""
 
     archive = ""
-    last_block = b""  # that was read as a header
     kept_bytes = 0  # of extended headers for all members that follow
 
     @classmethod
@@ -335,37 +307,20 @@ class _Info(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Info:
-        """Read a header; that of a file by a short way, in a third of the time."""
-        cls.last_block = bytes(buf)
-        if len(buf) == tarfile.BLOCKSIZE and any(buf[:257]):
-            name, *numbers, kind, _, prefix = _FORM.unpack(buf)
-            for number in numbers:
-                if not number[0] & 0x80 and number.strip(b" \0").strip(b"01234567"):
-                    raise tarfile.ReadError("a damaged header: a number in it is not one")
-            mode, size, mtime, check = numbers
-            if kind == tarfile.REGTYPE and not (prefix[0] or size[0] & 0x80 or mtime[0] & 0x80):
-                # the low half of Adler-32 is the sum of the bytes + 1, modulo 65521
-                found = zlib.adler32(buf[156:], zlib.adler32(b" " * 8, zlib.adler32(buf[:148])))
-                if (_octal(check) + 1) % 65521 == found & 0xFFFF:
-                    info = cls(name.partition(b"\0")[0].decode(encoding, errors))
-                    info.mode, info.size, info.mtime = _octal(mode), _octal(size), _octal(mtime)
-                    return info
-        made = super().frombuf(buf, encoding, errors)
-        made._check()  # noqa: SLF001 - its own
-        return made
-
-    def _check(self) -> None:
-        if self.size < 0:
-            raise tarfile.ReadError("it holds a header with a negative size")
-        if self.type == tarfile.GNUTYPE_SPARSE:
-            self._sparse()
-        if self.type in _EXTENSIONS:
-            kind = type(self)
-            kind.kept_bytes += self.size if self.type == tarfile.XGLTYPE else 0
-            if self.size > _LARGEST_EXTENSION_BYTES or kind.kept_bytes > _GLOBAL_BYTES:
+        """Read a header."""
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if any(buf):  # tarfile would take a damaged header for the end
+                raise tarfile.ReadError(f"a damaged header: {error}") from error
+            raise
+        if info.type == tarfile.GNUTYPE_SPARSE:
+            info._sparse()  # noqa: SLF001 - its own
+        if info.type in _EXTENSIONS:
+            cls.kept_bytes += info.size if info.type == tarfile.XGLTYPE else 0
+            if info.size > _LARGEST_EXTENSION_BYTES or cls.kept_bytes > _GLOBAL_BYTES:
                 raise tarfile.ReadError("it holds a header of absurd size")
-        elif self.type == b"V":  # the name of the whole
-            self.type, self.name, self.mode = tarfile.DIRTYPE, ".", 0o755
+        return info
 
     def _sparse(self, *_: object) -> NoReturn:
         raise StagingError(
@@ -375,7 +330,3 @@ class _Info(tarfile.TarInfo):
 
     # for sparse members tarfile reads lists of any length into memory
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _sparse
-
-
-def _octal(field: bytes) -> int:
-    return int(field.strip(b" \0") or b"0", 8)

@@ -28,8 +28,6 @@ _HONEST_RATIO = 250
 
 _LATEST_NS = (1 << 34) * 1_000_000_000
 _FILE, _DIRECTORY, _LINK = 1, 2, 3
-UNKNOWN = "is a device, a fifo or of unknown type"
-
 
 _REPACK = "repack the archive with plain relative names"
 _TWICE = (
@@ -156,7 +154,7 @@ class Members:
         self._kinds[path] = _FILE
         self.plan.hard_links.append(HardLink(path, first))
 
-    def refuse(self, name: str, reason: str = UNKNOWN) -> None:
+    def refuse(self, name: str, reason: str = "is a device, a fifo or of unknown type") -> None:
         """Note a member that cannot be unpacked."""
         self.problems.add(name, reason)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import struct
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -62,24 +60,6 @@ def test_a_hard_link_to_a_symbolic_link_arrives(stager: CopyStager, tmp_path: Pa
     subprocess.run(["tar", "-cf", path, "-C", tree, "file", "below/up", "up"], check=True)
     with pytest.raises(StagingError, match="up: symbolic link that leaves the tree"):
         stage(stager, path, name="again")
-
-
-def test_a_zip_written_into_a_pipe_may_tell_its_end_twice(
-    stager: CopyStager, tmp_path: Path
-) -> None:
-    """Info-ZIP then adds an end in 64 bits, and the one in 32 bits has the same numbers."""
-    path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as target:
-        target.writestr("a", "text")
-    data = path.read_bytes()
-    at = data.rindex(b"PK\x05\x06")
-    count, length, start = struct.unpack_from("<HLL", data, at + 10)
-    numbers = (44, 45, 45, 0, 0, count, count, length, start)
-    end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", *numbers)
-    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, at, 1)
-    path.write_bytes(data[:at] + end + locator + data[at:])
-    subprocess.run([sys.executable, "-m", "zipfile", "-t", path], check=True, capture_output=True)
-    assert (Path(stage(stager, path).path) / "a").read_text() == "text"
 
 
 def test_a_file_that_a_zip_closes_to_all_stays_closed(stager: CopyStager, tmp_path: Path) -> None:
