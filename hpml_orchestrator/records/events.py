@@ -179,7 +179,7 @@ def parse_record(line: bytes, newest: int) -> dict[str, object] | str:
     """Return a line's JSON object, or why it is not one of a schema up to `newest`."""
     try:
         record = json.loads(line.decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError):
+    except ValueError:
         return "not JSON"
     if not isinstance(record, dict):
         return "not a JSON object"
@@ -201,5 +201,5 @@ def _event_of(line: bytes) -> Event | None:
             parsed.get("rank"),
             dict(parsed.get("data") or {}),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None

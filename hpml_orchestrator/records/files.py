@@ -141,8 +141,6 @@ def read_json(path: PathLike) -> Any:
         record = json.loads(text)
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise RecordError(f"{path} is not a record: its values are nested too deeply") from error
     if not isinstance(record, dict):
         raise RecordError(f"{path} holds no JSON object")
     version = record.get("schema_version", SCHEMA_VERSION)
@@ -181,7 +179,7 @@ def read_lines(path: PathLike) -> Iterator[bytes]:
 def read_json_lines(path: PathLike) -> Iterator[Any]:
     """Yield what the complete lines of a UTF-8 file hold; what is no JSON is passed over."""
     for line in read_lines(path):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             yield json.loads(line.decode("utf-8", "surrogateescape"))
 
 

@@ -8,9 +8,9 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, StagingError
+from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.owner import Owner, this_owner
-from hpml_orchestrator.staging.faults import StagingStopped, shown
+from hpml_orchestrator.staging.faults import shown
 from hpml_orchestrator.staging.files import (
     CREATE_OR_OPEN,
     BusyError,
@@ -240,7 +240,7 @@ class JobArea:
             it (it stays theirs), and if another job is busy with it and `waits` is not set.
 
         Raises:
-            StagingError: the copy failed, here or in the job that this one waited for.
+            StagingError: the copy failed.
         """
         entry = self.take(key, create=fill is not None)
         if entry is None:
@@ -277,14 +277,7 @@ class JobArea:
                 return None
         if fill is None:
             return None
-        lock.raise_reason("another job failed to stage the same data")
-        try:
-            return fill(entry.path, lock)
-        except (StagingStopped, CapacityError):
-            raise  # the next one that waits takes over: it may have more time, or memory
-        except Exception as error:
-            lock.fail(error)
-            raise
+        return fill(entry.path, lock)
 
     def _is_sure(self, entry: StoreEntry, retry: Retry) -> bool:
         """Return whether contents are right: they are read once after the machine has restarted.

@@ -25,7 +25,6 @@ CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _ATTEMPTS = 5
 _POLL_SECONDS = 0.1
 _POLLS_PER_REPORT = 10
-_FAILED, _COPYING = "failed ", "copying "
 _TEXT_BYTES = 4096
 
 
@@ -70,18 +69,14 @@ class BusyError(StagingError):
 class NameLock:
     """One stager per name and node: an exclusive flock on a file, as a context manager.
 
-    While the lock is held, the holder is still copying. The file has its progress, or the reason of
-    its failure, for the processes that wait.
+    While the lock is held, the holder is still copying. The file has its progress, for the
+    processes that wait.
 
     Args:
         path: of the file.
         retry: waits, and is asked whether to stop.
         on_wait: called with the holder's progress about once a second.
         most_seconds: to wait before BusyError; None for no limit.
-
-    Attributes:
-        holders_reason: why the holder that this one waited for failed; "" if it did not fail, was
-            killed, or the lock was free.
     """
 
     def __init__(
@@ -92,7 +87,6 @@ class NameLock:
         on_wait: OnProgress | None = None,
         most_seconds: float | None = None,
     ) -> None:
-        self.holders_reason = ""
         self._path = path
         self._retry = retry
         self._on_wait = on_wait
@@ -114,52 +108,26 @@ class NameLock:
                 if waited % _POLLS_PER_REPORT == 0:
                     self._report_holder()
                 self._retry.sleep(_POLL_SECONDS)
-            text = self._text() if waited else ""
-            if text.startswith(_FAILED):
-                self.holders_reason = text[len(_FAILED) :]  # stays for the others that wait
-            else:
-                os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, 0)
         except BaseException:
             unlock(self._fd)
             raise
         return self
 
-    def fail(self, error: BaseException) -> None:
-        """Leave the reason for the processes that wait."""
-        self._write(_FAILED + (str(error) or type(error).__name__))
-
     def tell(self, done: int, files: int, bytes_total: int, files_total: int) -> None:
         """Leave the progress for the processes that wait."""
-        self._write(f"{_COPYING}{done} {files} {bytes_total} {files_total} ")
-
-    def raise_reason(self, what: str) -> None:
-        """Stop a caller that waited for a stager which failed.
-
-        Raises:
-            StagingError: what happened, and the reason that was left.
-        """
-        if self.holders_reason:
-            raise StagingError(f"{what}: {self.holders_reason}")
+        data = f"{done} {files} {bytes_total} {files_total} ".encode()
+        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
 
     def __exit__(self, *_: object) -> None:
         unlock(self._fd)
 
     def _report_holder(self) -> None:
-        text = self._text()
-        numbers = [int(field) for field in text.split()[1:5] if field.isdigit()]
-        if self._on_wait is None or not text.startswith(_COPYING):
-            return
-        if len(numbers) == 4:  # noqa: PLR2004 - as `tell` writes them
+        numbers = list(map(int, os.pread(self._fd, _TEXT_BYTES, 0).split()[:4]))
+        if self._on_wait is not None and len(numbers) == 4:  # noqa: PLR2004 - as `tell` writes them
             self._on_wait(*numbers)
-
-    def _text(self) -> str:
-        return os.pread(self._fd, _TEXT_BYTES, 0).decode("utf-8", "replace")
-
-    def _write(self, text: str) -> None:
-        data = text.encode("utf-8", "backslashreplace")[:_TEXT_BYTES]
-        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
-            os.pwrite(self._fd, data, 0)
-            os.ftruncate(self._fd, len(data))
 
 
 def remove_tree(path: str) -> None:

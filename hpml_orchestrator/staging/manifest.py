@@ -124,7 +124,7 @@ class Manifest:
             for links in ("hard_links", "symlinks"):
                 lists[links] = list(map(tuple, lists[links]))
             return cls(**head, listing=Listing(**lists, digests=digests))
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
 
 

@@ -122,7 +122,6 @@ class CopyStager:
                     supply.plan()  # see above
                 manifest = self._linked(supply, area)
                 if manifest is None:
-                    lock.raise_reason("another process of this job failed")
                     manifest = self._obtained(
                         supply, area, lock, keeps=request.keep and not private
                     )
@@ -157,7 +156,6 @@ class CopyStager:
 
     @contextlib.contextmanager
     def _lock_of(self, supply: Supply, area: JobArea) -> Iterator[NameLock]:
-        """Hold the lock of the job's name; whoever waits for it gets the reason of an error."""
         request = supply.request
         lock = NameLock(
             f"{area.path}/.{request.name}.lock",
@@ -165,23 +163,15 @@ class CopyStager:
             on_wait=self._on_progress,
             most_seconds=_BUSY_SECONDS if supply.is_collective else None,
         )
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(lock)
-            except BusyError as error:
-                raise StagingError(
-                    f"another process of this job stages {request.name} in {shown(area.path)}, "
-                    "maybe on another node",
-                    hint="the target must be a directory of each node's own",
-                ) from error
-            try:
+        try:
+            with lock:
                 yield lock
-            except StagingStopped:
-                raise  # a process that waits for one that was only stopped takes over
-            except BaseException as error:
-                if not lock.holders_reason:
-                    lock.fail(request_error(request.name, request.source, error))
-                raise
+        except BusyError as error:
+            raise StagingError(
+                f"another process of this job stages {request.name} in {shown(area.path)}, "
+                "maybe on another node",
+                hint="the target must be a directory of each node's own",
+            ) from error
 
     def _linked(self, supply: Supply, area: JobArea) -> Manifest | None:
         """Return the manifest of the complete data that the job's name links to.

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 from hpml_orchestrator.topology.pci import (
@@ -23,8 +22,6 @@ from hpml_orchestrator.topology.pci import (
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-_DEPTH_MAX = 200
 
 
 def cores_of_groups(
@@ -84,18 +81,12 @@ def _name_key(name: str) -> tuple[tuple[str, int], ...]:
 
 
 def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
-    """Yield the elements of a tag below a root in order, each with those of the tag above it.
-
-    Raises:
-        InputError: they are nested deeper than any machine is.
-    """
+    """Yield the elements of a tag below a root in order, each with those of the tag above it."""
     pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
         (child, ()) for child in reversed(root.findall(tag))
     ]
     while pending:
         element, above = pending.pop()
-        if len(above) > _DEPTH_MAX:
-            raise InputError(f"the XML is nested more than {_DEPTH_MAX} levels deep")
         yield element, above
         pending.extend((child, (*above, element)) for child in reversed(element.findall(tag)))
 

@@ -100,7 +100,7 @@ def _read_by_content(text: str) -> Topology:
     if body.startswith("{"):
         try:
             return topology_of_json(json.loads(body))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(f"is not valid JSON: {error}", hint=_HINT) from None
     if body.startswith("<"):
         root = parse_xml(body)

@@ -206,7 +206,7 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
     try:
         values = json.loads(text)
         facts = facts_of(values) if values["schema_version"] == _SCHEMA else None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
     return facts if facts and facts.jobid == jobid else None
 

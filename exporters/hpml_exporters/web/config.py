@@ -136,7 +136,7 @@ def _parse(path: str) -> object:
         raise InputError("longer than 1 MiB", field=path)
     try:
         return YAML(typ="base", pure=True).load(text) or {}
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, ValueError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         line = f"line {mark.line + 1}: " if mark else ""
         repeated = isinstance(error, DuplicateKeyError)

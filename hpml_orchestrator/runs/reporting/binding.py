@@ -114,7 +114,7 @@ def node_topology(attempt: Attempt, node: str) -> Topology | None:
 
     try:
         return topology_of_json(read_json(attempt.directory / "nodes" / f"{node}.topology.json"))
-    except (HpmlError, ValueError, RecursionError):  # a node's name may hold what no path can
+    except (HpmlError, ValueError):  # a node's name may hold what no path can
         return None
 
 
@@ -126,7 +126,7 @@ def _read_proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:
             proof = proof_of_json(read_json(path))
             for rank in proof.ranks:
                 parse_list(rank.cpus)
-        except (HpmlError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        except (HpmlError, AttributeError, TypeError, ValueError) as error:
             why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
             unreadable.append(Unreadable(path.name.removesuffix(_SUFFIX), why))
         else:

@@ -7,13 +7,12 @@ import json
 import math
 import os
 import shlex
-import stat
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.records.texts import human_bytes, printable
+from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.request import recorded_job
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 RESULT_FILE = "result.json"
 """What a training may write to its run directory."""
 
-_RESULT_BYTES = 1 << 20
-_RESULT_LEVELS = 20
 _TEXT_CHARS = 200
 _LIST_ITEMS = 8
 _HOUR_SECONDS = 3600.0
@@ -204,35 +201,22 @@ def _point(record: SubmitRecord, state: State) -> tuple[int | None, dict[str, ob
 def read_result(path: Path) -> dict[str, object] | None:
     """Return what a training wrote to `result.json`; None if it wrote none.
 
-    Any program may have written it, so that size and depth are limited.
-
     Raises:
         RecordError: it cannot be read.
     """
     try:
-        # a pipe of that name would be waited for
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise RecordError(f"{path} cannot be read: not a regular file")
-            data = stream.read(_RESULT_BYTES + 1)
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(data) > _RESULT_BYTES:
-        raise RecordError(f"{path} cannot be read: it is over {human_bytes(_RESULT_BYTES)}")
     try:
         # JSON has no NaN and no infinity: such a value becomes a text
         result = json.loads(data, parse_constant=str, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise RecordError(f"{path} cannot be read: not JSON: {why}") from error
+    except ValueError as error:
+        raise RecordError(f"{path} cannot be read: not JSON: {error}") from error
     if not isinstance(result, dict):
         raise RecordError(f"{path} cannot be read: not a JSON object")
-    if _is_deep(result, _RESULT_LEVELS):
-        raise RecordError(f"{path} cannot be read: nested over {_RESULT_LEVELS} levels")
     result.pop("schema_version", None)
     return result
 
@@ -254,11 +238,6 @@ def _writer(path: Path, state: State) -> int | None:
 def _finite(text: str) -> float | str:
     value = float(text)
     return value if math.isfinite(value) else text
-
-
-def _is_deep(value: object, levels: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
 def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hours | None:

@@ -188,7 +188,6 @@ TOTALS = {f"{name}_total": value for name, value in STEP.items()}
             '{"schema_version":7,"event":"x"}\n',
             "line 23 on: schema_version 7; this hpml reads up to 1",
         ),
-        ("[" * 100_000 + "\n", "line 23 on: not JSON"),
         ('{"event":"step","da', "line 23 on: the line is cut off"),
         ('{"schema_version":1,"time":1,"event":"of a newer hpml","node":"n"}\n', ""),
     ],

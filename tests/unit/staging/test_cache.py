@@ -15,7 +15,7 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry, StagingStopped
+from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import NameLock
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.request import Bases, StageRequest
@@ -130,10 +130,9 @@ def test_eight_jobs_copy_different_data_at_once(
 class Slow:
     """A copier that takes its time; the real one is over before a test can act."""
 
-    def __init__(self, seconds: float, fault: str = "", doomed: int = 0) -> None:
+    def __init__(self, seconds: float, doomed: int = 0) -> None:
         self.seconds = seconds
         self.doomed = doomed  # this many copiers run until they are killed
-        self.fault = fault
         self.begun = FORK.Value("i", 0)
         self.pid = FORK.Value("i", 0)
 
@@ -149,10 +148,6 @@ class Slow:
             time.sleep(self.seconds / FILES)
         while self.begun.value <= self.doomed:
             time.sleep(0.01)
-        if self.fault == "stopped":
-            raise StagingStopped
-        if self.fault:
-            raise StagingError(self.fault)
         size = sum(len(str(number)) for number in range(FILES))
         names = [str(number) for number in range(FILES)]
         listing = Listing(names, [len(name) for name in names])
@@ -206,29 +201,6 @@ def test_what_a_killed_copier_left_goes_with_the_next_job(
     assert leftovers(base) == []
     for one in (bystander, nextone):
         one.cleanup()
-
-
-def test_a_failed_copy_is_told_to_all_who_waited(
-    base: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """None of four waiters tries the same again, and an entry without data does not stay."""
-    fill, told = Slow(0.6, "cannot read x: Input/output error"), FORK.Queue()
-    jobs = [start(obtain, "0.0", base, fill, told)]
-    begun(fill)
-    jobs += [start(obtain, f"{number}.0", base, fill, told) for number in range(1, 5)]
-    said = sorted(told.get(timeout=120) for _ in jobs)
-    for job in jobs:
-        job.join()
-    assert said[0] == ("0.0", "error", "cannot read x: Input/output error")
-    for _, how, text in said[1:]:
-        assert (how, text) == (
-            "error",
-            "another job failed to stage the same data: cannot read x: Input/output error",
-        )
-    assert fill.begun.value == 1
-    assert entries(base) == []
-    fine, _ = entry_for(base, "9.0", Slow(0))  # a job that did not wait tries again
-    fine.release()
 
 
 def test_who_waits_is_told_how_far_the_copy_is(

@@ -91,21 +91,6 @@ def test_sigterm_stops_promptly_and_cleans_up(
     assert os.listdir(base) == []
 
 
-def test_waiters_learn_why_the_other_failed(
-    base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
-) -> None:
-    """Who waited for a stager that failed stops with its reason instead of trying the same."""
-    first = child(STAGE, base, many, base / "go")
-    assert line(first) == "copying"
-    second = child(STAGE, base, many, 0)
-    assert line(second) == "waiting"
-    (many / "new").touch()
-    (base / "go").touch()
-    reasons = [line(process, "copying", "waiting") for process in (first, second)]
-    assert reasons[0].startswith("error: cannot stage")
-    assert reasons[1].startswith("error: another process of this job failed: cannot stage")
-
-
 def test_waiters_take_over_from_a_stopped_stager(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:

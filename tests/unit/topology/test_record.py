@@ -49,7 +49,6 @@ def told(**values: Any) -> str:
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("{" * 100_000, "is not valid JSON"),
         ("{}", "is not a topology from `hpml topo --json`: the field "),
         (changed("cores", 3, cpus=""), "core 3 does not fit"),
         (changed("cores", 3, cpus="2,131"), "core 3 does not fit"),

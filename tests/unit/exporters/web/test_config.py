@@ -178,7 +178,7 @@ STRICT = f"{TLS}{VERIFY}  client_allowed_sans: [prometheus.example]\n  min_versi
 CHANGES: dict[str, list[str | None]] = {
     "cut": [STRICT[: len(STRICT) * part // 8] for part in range(8)],
     "opens": ["{}", TLS + VERIFY, STRICT.replace("RequireAnd", "")],
-    "broken": ["{", "users: {}", "[" * 400, 'tls_server_config: {cert_file: "a\\0b", key_file: b}'],
+    "broken": ["{", "users: {}", 'tls_server_config: {cert_file: "a\\0b", key_file: b}'],
     "other": [USERS, f"{STRICT}# a comment", STRICT.replace("bob", "eve"), None],
 }
 

@@ -177,7 +177,6 @@ def damaged(**values: Any) -> str:
             damaged(ranks=[{"rank": 1, "local_rank": 0, "cpus": "0-9999999999"}]),
             "not a list of CPUs",
         ),
-        ("[" * 100_000, ""),
     ],
 )
 def test_a_damaged_proof_is_told(attempt: Attempt, text: str, why: str) -> None:

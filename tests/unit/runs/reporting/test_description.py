@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from dataclasses import replace
@@ -162,11 +161,7 @@ def test_an_array_and_its_task(world: World) -> None:
         (b"", "", "not JSON"),
         (b"\xff{}", "", "not JSON"),
         (b"[1]", "", "not a JSON object"),
-        (b"[" * 100_000, "", "not JSON"),
-        (b'{"a": ' * 30 + b"1" + b"}" * 30, "", "nested over 20 levels"),
         (b'{"a": ' + b"9" * 5000 + b"}", "", "not JSON"),
-        (b'{"a": "' + b"x" * (1 << 20) + b'"}', "", "over 1.0 MiB"),
-        ("fifo", "", "not a regular file"),
         ("directory", "", "Is a directory"),
     ],
 )
@@ -177,9 +172,8 @@ def test_results_of_any_name_are_shown(world: World, content: Any, result: str, 
     own = {"loss": 1.5} if "loss" in result else {"mine": "\x1b[31m"}
     world.event(attempt, "evaluation", 0, final=True, **own)
     path = attempt.parents[1] / "result.json"
-    make = {"fifo": os.mkfifo, "directory": os.mkdir}
     if isinstance(content, str):
-        make[content](path)
+        path.mkdir()
     else:
         path.write_bytes(content)
     lines, told = shown(world, submission)
