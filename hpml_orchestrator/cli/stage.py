@@ -320,9 +320,7 @@ def _print(outcome: StageOutcome) -> None:
 
 def _notes(outcome: StageOutcome) -> Iterator[str]:
     result = outcome.result
-    if result.private and outcome.request.keep:
-        yield f"{result.name}: later jobs will not find it: {result.private}"
-    elif outcome.request.keep and not result.kept and result.method != IN_PLACE:
+    if outcome.request.keep and not result.kept and result.method != IN_PLACE:
         yield (
             f"{result.name}: this shell staged it without --keep, so it is removed with this "
             "shell; `hpml stage clean --mine` removes it now"

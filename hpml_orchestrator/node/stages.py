@@ -206,8 +206,6 @@ def figures_of(result: StageResult) -> StageRecord:
     }
     if result.digest:
         figures["digest"] = result.digest
-    if result.private:
-        figures["private"] = result.private
     if result.evicted:
         figures["evicted"] = list(result.evicted)
     return figures

@@ -333,7 +333,6 @@ class StageRecord(_Stage, total=False):
     """An entry of `stage` on one node, in its event `ready`."""
 
     digest: str
-    private: str  # why later jobs cannot reuse it
     evicted: list[str]  # sources that were removed to make room
     waited_seconds: float  # of the first entry: for other tasks of the array
 

@@ -98,7 +98,6 @@ class StageResult:
         reused: the data was there already; this call copied nothing.
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
-        private: why later jobs cannot find it, if the base belongs to this job alone.
         evicted: sources of kept data that was removed to make room.
     """
 
@@ -111,7 +110,6 @@ class StageResult:
     reused: bool
     digest: str = ""
     kept: bool = False
-    private: str = ""
     evicted: tuple[str, ...] = ()
 
     @property

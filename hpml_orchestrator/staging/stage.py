@@ -28,7 +28,6 @@ from hpml_orchestrator.staging.space import (
     Room,
     capacity_at,
     check_room,
-    private_reason,
     room_at,
 )
 from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
@@ -59,7 +58,6 @@ class CopyStager:
         should_stop: called per file and per MiB; True ends staging with StagingStopped.
         on_progress: called with (bytes, files, total bytes, total files) at most once a second.
         room: measures the room in a directory.
-        job_id: Slurm's, which marks bases that belong to this job alone; $SLURM_JOB_ID if left out.
 
     Attributes:
         options: how to copy; may be set between requests.
@@ -76,7 +74,6 @@ class CopyStager:
         sleep: Callable[[float], None] = time.sleep,
         room: Callable[[str], Room] = room_at,
         options: CopyOptions | None = None,
-        job_id: str | None = None,
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
@@ -87,7 +84,6 @@ class CopyStager:
         self.options = options or CopyOptions()
         self._areas: dict[str, JobArea] = {}
         self._leases: dict[str, StoreEntry] = {}
-        self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
@@ -116,15 +112,12 @@ class CopyStager:
             area = self.area(request.target)
             if supply is None:
                 supply = self.local(request, request.target)
-            private = private_reason(area.store.base, self._job_id)
             with self._lock_of(supply, area) as lock:
                 if supply.is_collective:
                     supply.plan()  # see above
                 manifest = self._linked(supply, area)
                 if manifest is None:
-                    manifest = self._obtained(
-                        supply, area, lock, keeps=request.keep and not private
-                    )
+                    manifest = self._obtained(supply, area, lock)
                 if not supply.is_filled:
                     supply.reuse()
         except BaseException as error:
@@ -150,7 +143,6 @@ class CopyStager:
             reused=not supply.is_filled,
             digest=manifest.digest,
             kept=not job_of(os.path.dirname(os.path.realpath(path))),
-            private=private,
             evicted=evicted,
         )
 
@@ -202,7 +194,7 @@ class CopyStager:
         remove_tree(path)
         return None
 
-    def _obtained(self, supply: Supply, area: JobArea, lock: NameLock, *, keeps: bool) -> Manifest:
+    def _obtained(self, supply: Supply, area: JobArea, lock: NameLock) -> Manifest:
         """Link the job's name to an entry with the data: found, waited for, or made.
 
         The job's own entry is made if the data go with the job, if the kept ones are damaged but
@@ -217,7 +209,7 @@ class CopyStager:
         if request.trust_mtime or not supply.plan().at_least:
             keys = supply.entry_keys(hashed=self.options.hash)
         made = own = own_key(request.name, area.job_key)
-        if keeps and keys:
+        if request.keep and keys:
             made = keys[-1]
         for key in (*keys, own):
             if key == own:

@@ -31,7 +31,6 @@ class StagedEntry:
     methods: tuple[str, ...] = ()  # how it was copied, each once
     reused: int = 0  # number of nodes that had it already
     kept: int = 0  # number of nodes that keep it for later jobs
-    private: str = ""  # why later jobs cannot reuse it
     evicted: tuple[str, ...] = ()  # sources that were removed to make room for it
     digests: tuple[str, ...] = ()  # of names, sizes and contents, each once
 
@@ -59,7 +58,6 @@ def _combined(name: str, nodes: Sequence[StageRecord]) -> StagedEntry:
         methods=tuple(dict.fromkeys(filter(None, (node["method"] for node in nodes)))),
         reused=sum(node["reused"] for node in nodes),
         kept=sum(node["kept"] for node in nodes),
-        private=next((node["private"] for node in nodes if "private" in node), ""),
         evicted=tuple(dict.fromkeys(evicted)),
         digests=tuple(dict.fromkeys(node["digest"] for node in nodes if "digest" in node)),
     )
@@ -75,8 +73,6 @@ def staged_lines(entries: Sequence[StagedEntry]) -> list[str]:
         if entry.kept:
             some = "" if entry.kept == entry.nodes else f" on {entry.kept} of {entry.nodes} nodes"
             text += f"; kept{some} for later jobs"
-        if entry.private:
-            text += f"; later jobs cannot reuse it: {entry.private}"
         if entry.evicted:
             text += f"; removed to make room: {', '.join(entry.evicted)}"
         lines.append(f"{entry.name}: {text}")

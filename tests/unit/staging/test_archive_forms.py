@@ -32,7 +32,7 @@ def test_a_pack_made_anew_is_staged_anew(base: Path, tmp_path: Path, keep: bool)
         (tree / "x").write_text(text)
         os.utime(tree / "x", (1e9, 1e9))
         pack(PackRequest(str(tree), str(packed), workers=1))
-        stager = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
+        stager = CopyStager("1.0", bases=Bases(shm=str(base)))
         result = stager.stage(StageRequest("data", str(packed), target="shm", keep=keep))
         assert (Path(result.path) / "x").read_text() == text
         assert not result.reused

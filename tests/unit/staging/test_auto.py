@@ -40,7 +40,7 @@ def chosen(source: Path, bases: Bases, free: int = GIB, storage: str = "") -> Ch
         there = free if path == bases.shm else 64 * free
         return Room(there, "the test's", None, 4096, in_memory=path == bases.shm)
 
-    stager = CopyStager("1", bases=bases, room=room, job_id="")
+    stager = CopyStager("1", bases=bases, room=room)
     request = StageRequest("data", str(source), target="auto")
     found = stage_chosen(request, stager, storage=lambda _path: storage)
     stager.cleanup()

@@ -55,7 +55,7 @@ def start() -> Iterator[Callable[..., ForkProcess]]:
 
 def stager(base: Path, key: str) -> CopyStager:
     """A job's stager on one base."""
-    return CopyStager(key, bases=Bases(shm=str(base)), job_id="")
+    return CopyStager(key, bases=Bases(shm=str(base)))
 
 
 def kept(

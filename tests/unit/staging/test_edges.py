@@ -78,7 +78,7 @@ def kept_tree(base: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.mkdir()
     (old / "data").write_bytes(bytes(3 * MIB))
-    job = CopyStager("1.0", bases=Bases(shm=str(base)), room=plain_room, job_id="")
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), room=plain_room)
     job.stage(StageRequest("old", str(old), target="shm", keep=True))
     job.cleanup()
 
@@ -101,7 +101,7 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
     request = StageRequest("data", str(new), target="shm")
     supply = Meddled(request, before=lambda: other.write_bytes(bytes(size)))
     supply._options = CopyOptions(processes=processes)
-    job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room, job_id="")
+    job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room)
     if has_cache:
         result = job.stage(request, supply)
         assert result.evicted == (str(tmp_path / "old"),)

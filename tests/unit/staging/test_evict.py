@@ -55,7 +55,7 @@ def disk_room(path: str) -> Room:
 def stager(base: Path, key: str, *, owner_pid: int | None = None) -> CopyStager:
     """A job's stager on a small file system."""
     bases = Bases(shm=str(base))
-    return CopyStager(key, bases=bases, room=plain_room, owner_pid=owner_pid, job_id="")
+    return CopyStager(key, bases=bases, room=plain_room, owner_pid=owner_pid)
 
 
 def keep(base: Path, tree: Path, key: str, used: float) -> None:
@@ -134,7 +134,7 @@ def test_an_archive_that_this_shell_has_already_comes_whole_again(
         if not reused or changes:
             make_tar(path, seed)
         bases = Bases(shm=str(base))
-        job = CopyStager("shell-1", bases=bases, room=plain_room, job_id="")
+        job = CopyStager("shell-1", bases=bases, room=plain_room)
         found = job.stage(request(path, keeps=keeps))
         data = Path(found.path)
         assert sorted(one.name for one in data.iterdir()) == [f"{n}.bin" for n in range(5)]
@@ -156,7 +156,7 @@ def by_auto(
 ) -> tuple[CopyStager, StageOutcome]:
     """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
     bases = Bases(str(small) if small else "", str(base))
-    job = CopyStager(key, bases=bases, room=disk_room, job_id="", owner_pid=owner_pid)
+    job = CopyStager(key, bases=bases, room=disk_room, owner_pid=owner_pid)
     return job, stage_chosen(StageRequest("a", str(path), target="auto", keep=keeps), job)
 
 
@@ -257,7 +257,7 @@ LEAVE = """
 import os, sys
 from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
-stager = CopyStager("shell-1", bases=Bases(shm=sys.argv[1]), owner_pid=os.getppid(), job_id="")
+stager = CopyStager("shell-1", bases=Bases(shm=sys.argv[1]), owner_pid=os.getppid())
 print(stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=True)).path, flush=True)
 stager.leave()
 """
@@ -297,7 +297,7 @@ from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
 for number in range(40):
-    job = CopyStager(f"{key}.{number}", bases=Bases(shm=base), job_id="")
+    job = CopyStager(f"{key}.{number}", bases=Bases(shm=base))
     path = job.stage(StageRequest("data", source, target="shm", keep=True)).path
     for _ in range(5):
         assert os.path.getsize(f"{path}/data") == 1000, "evicted under a reader"

@@ -20,7 +20,7 @@ import sys, time
 from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
-stager = CopyStager(key, bases=Bases(shm=base), job_id="")
+stager = CopyStager(key, bases=Bases(shm=base))
 stager.stage(StageRequest("data", source, target="shm"))
 stager.stage(StageRequest("kept", f"{source}/a", target="shm", keep=True))
 print("staged", flush=True)
@@ -30,7 +30,7 @@ time.sleep(600)
 
 def stager(base: Path, key: str) -> CopyStager:
     """A job's stager on one base."""
-    return CopyStager(key, bases=Bases(shm=str(base)), job_id="")
+    return CopyStager(key, bases=Bases(shm=str(base)))
 
 
 def stage(job: CopyStager, source: Path, name: str, *, keep: bool = False) -> Path:

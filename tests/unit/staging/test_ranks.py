@@ -38,7 +38,6 @@ def report(done, files, all_bytes, all_files):
     print("heard", files, all_files, flush=True)
 stager = CopyStager(
     sys.argv[3],
-    job_id="",
     bases=Bases(shm=sys.argv[1]),
     on_progress=report,
     options=CopyOptions(processes=2, threads=1),
@@ -144,7 +143,7 @@ def test_the_one_that_stages_is_killed_while_others_wait(
         process.kill()
         process.wait()
     key = next(keys)
-    stager = CopyStager(key, bases=Bases(shm=str(base)), job_id="")
+    stager = CopyStager(key, bases=Bases(shm=str(base)))
     assert stager.stage(StageRequest("data", str(many), target="shm")).reused
     stager.cleanup()
     assert os.listdir(base) == ([] if jobs == "one" else [f"hpml-{os.getuid()}"])

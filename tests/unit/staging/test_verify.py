@@ -20,7 +20,7 @@ def staged(base: Path, source: Path) -> Path:
     """Give kept data by the job's name for it; a source with links among files."""
     (source / "again").hardlink_to(source / "one.bin")
     (source / "link").symlink_to("one.bin")
-    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
+    job = CopyStager("1.0", bases=Bases(shm=str(base)))
     path = Path(job.stage(StageRequest("data", str(source), target="shm", keep=True)).path)
     job.leave()
     return path
@@ -58,7 +58,7 @@ def test_damage_is_named(staged: Path, damage: object, problem: str) -> None:
 def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None:
     """Names and sizes are compared; a flipped bit is not found, and the report shows that."""
     options = CopyOptions(hash=False)
-    job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options, job_id="")
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options)
     path = Path(job.stage(StageRequest("data", str(source), target="shm")).path)
     report = verify(str(path))
     assert (report.hashed, report.count, report.bytes) == (False, 0, 0)
@@ -80,12 +80,12 @@ def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, sourc
     flip_a_bit(staged / "one.bin")
     assert verify(str(staged)).count
     JobArea(str(base), "1.0").cleanup()  # while a job uses it, it stays that job's
-    job = CopyStager("2.0", bases=Bases(shm=str(base)), job_id="")
+    job = CopyStager("2.0", bases=Bases(shm=str(base)))
     found = job.stage(StageRequest("data", str(source), target="shm", keep=True))
     job.leave()
     assert not found.reused
     assert verify(found.path).count == 0
-    job = CopyStager("3.0", bases=Bases(shm=str(base)), job_id="")
+    job = CopyStager("3.0", bases=Bases(shm=str(base)))
     assert job.stage(StageRequest("data", str(source), target="shm", keep=True)).reused
     job.leave()
 
