@@ -39,6 +39,8 @@ _EXPANSIONS = frozenset(
 )
 _MARK = "\x01"  # stands for the `$` of such a name while the grammar reads the script
 _INNER_NAME = re.compile(r"(\(\(.*?\)\))|(?<=[\w/.:,=@%~}-])\$(?=[A-Za-z_])", re.ASCII)
+_NOT_ASCII = re.compile("[^\0-\x7f]|\x02")
+_STAND_IN = re.compile("\x02([0-9a-f]+)\x02")  # of a character that is not ASCII
 _LITERAL = re.compile(  # text in which the grammar may have missed expansions
     r"(?P<expansion>\$[A-Za-z_]\w*|\$[\d({@*#?$!-][^\\]*)|\\(?P<escaped>.)|[^\\$]+|[\\$]",
     re.ASCII | re.DOTALL,
@@ -154,24 +156,10 @@ def parse_script(text: str) -> list[Statement]:
 
 
 def _tree(text: str) -> Node:
-    """Return the syntax tree of a script.
-
-    A copy of this process reads it first: the grammar's scanner looks up characters in a table of
-    libc without checking its bounds, and may crash on rare ones.
-    """
-    source = text.encode()
-    parser = Parser(_language())
-    child = os.fork()
-    if not child:
-        try:
-            parser.parse(source)
-        finally:
-            os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        rare = re.search("[^\0-\uffff]", text)
-        line = text.count("\n", 0, rare.start()) + 1 if rare else 1
-        raise _unreadable(line, rare[0] if rare else "the script")
-    return parser.parse(source).root_node
+    # In ASCII: the grammar's scanner looks up characters in a table of libc without checking its
+    # bounds, and may crash on others.
+    source = _NOT_ASCII.sub(lambda match: f"\x02{ord(match[0]):x}\x02", text).encode()
+    return Parser(_language()).parse(source).root_node
 
 
 def _refuse_invalid(text: str) -> None:
@@ -200,7 +188,8 @@ def _text(node: Node) -> str:
 
 
 def _decode(raw: bytes) -> str:
-    return raw.decode(errors="replace").replace(_MARK, "$")
+    text = raw.decode("ascii").replace(_MARK, "$")
+    return _STAND_IN.sub(lambda match: chr(int(match[1], 16)), text)
 
 
 def _statement(node: Node) -> Statement:
@@ -251,8 +240,8 @@ def _check_gaps(nodes: list[Node], line: int, blanks: re.Pattern[str] = _BLANKS)
         parent = after.parent
         raw = (parent.text or b"") if parent else b""
         start = parent.start_byte if parent else 0
-        gap = raw[before.end_byte - start : after.start_byte - start].decode(errors="replace")
-        if not blanks.fullmatch(gap):
+        gap = raw[before.end_byte - start : after.start_byte - start]
+        if not blanks.fullmatch(gap.decode("ascii")):
             raise _unreadable(line, _text(before))
 
 
@@ -304,10 +293,10 @@ def _string_parts(node: Node) -> Iterator[Part]:
     position = 1
     for child in node.children:
         if child.type in _EXPANSIONS:
-            source = _text(child).lstrip()
+            source = (child.text or b"").lstrip()
             end = child.end_byte - start
-            yield from _literal(_decode(raw[position : end - len(source.encode())]), quoted=True)
-            yield from _expansion(child, source, quoted=True)
+            yield from _literal(_decode(raw[position : end - len(source)]), quoted=True)
+            yield from _expansion(child, _decode(source), quoted=True)
             position = end
     yield from _literal(_decode(raw[position:-1]), quoted=True)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -616,21 +614,6 @@ def test_letters_of_any_script_are_written_as_they_are() -> None:
     made = imported("python train.py --name 'é 😀'")
     assert made.job["args"] == ["--name", "é 😀"]
     assert "é 😀" in made.text
-
-
-def test_a_grammar_that_crashes_is_an_error_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake grammar kills its process, as the real one does now and then at rare characters."""
-
-    class Crashing:
-        def __init__(self, _: object) -> None: ...
-
-        def parse(self, _: bytes) -> NoReturn:
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError
-
-    monkeypatch.setattr("hpml_orchestrator.convert.shell.Parser", Crashing)
-    with pytest.raises(InputError, match="line 3: 😀: hpml cannot read this"):
-        imported("python a.py\npython train.py 😀")
 
 
 @pytest.mark.parametrize(
