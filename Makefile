@@ -94,14 +94,15 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # First what shares the machine, then what needs it: ranks that wait spinning starve whatever runs beside them.
+# At the end what depends on Python, under the other versions that are here.
 test: lint system horovod
 	@status=0; $(BIN)/pytest -m 'not slow and not alone' || status=1; \
-	$(BIN)/pytest -n0 -m 'alone and not slow' || status=1; exit $$status
+	$(BIN)/pytest -n0 -m 'alone and not slow' || status=1; tests/pythons || status=1; exit $$status
 
 # All of it, the tests of unchanged tools too, and the main job and its binding on Debian testing's Slurm.
 test-long: lint system horovod
 	@status=0; export HPML_LONG=1; HPML_TOOLS=1 $(BIN)/pytest -m 'not alone' || status=1; \
-	$(BIN)/pytest -n0 -m alone || status=1; \
+	$(BIN)/pytest -n0 -m alone || status=1; tests/pythons || status=1; \
 	if [ "$$(id -u)" = 0 ]; then \
 	  command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap; \
 	  deploy/devcluster/with-suite testing tests/cluster/test_main_job.py tests/cluster/test_binding.py || status=1; \
