@@ -157,6 +157,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def extra_hint(extra: str) -> str:
+    """Return how to install an extra of hpml, which is on no package index.
+
+    >>> extra_hint("export")
+    "install hpml with its extra: pip install 'PATH[export]', PATH being its wheel or a clone"
+    """
+    return (
+        f"install hpml with its extra: pip install 'PATH[{extra}]', PATH being its wheel or a clone"
+    )
+
+
 def nearest(word: str, known: Iterable[str], *, at_least: float = _CLOSE_ENOUGH) -> str:
     """Return the known name that a word was probably meant to be; empty when none is near.
 

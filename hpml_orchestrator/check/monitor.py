@@ -11,6 +11,7 @@ from site import ENABLE_USER_SITE, getusersitepackages
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.finding import CheckFinding, warning
+from hpml_orchestrator.errors import extra_hint
 from hpml_orchestrator.records.targets import is_loopback
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0
-_INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
 
 
 def check_monitor(
@@ -52,12 +52,12 @@ def _warning(code: str, field: str, value: object, message: str, hint: str) -> C
 def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[CheckFinding]:
     if not installed("hpml_exporters"):
         message = "hpml_exporters is not installed with hpml: the job will not be monitored"
-        yield _warning("missing", "enabled", True, message, _INSTALL)
+        yield _warning("missing", "enabled", True, message, extra_hint("export"))
     elif job.resources.gpu_count:
         missing = [name for name in ("nvitop", "pynvml") if not installed(name)]
         if missing:
             message = f"{' and '.join(missing)} not installed: GPUs will not be monitored"
-            yield _warning("no_gpus", "enabled", True, message, _INSTALL)
+            yield _warning("no_gpus", "enabled", True, message, extra_hint("export"))
 
 
 def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[CheckFinding]:

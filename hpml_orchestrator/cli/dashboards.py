@@ -24,7 +24,7 @@ from hpml_exporters.web.address import split
 
 from hpml_orchestrator.cli.common import PrometheusAuthOption, chosen_site
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.errors import HpmlError, InputError, extra_hint
 from hpml_orchestrator.site.profile import prometheus_of_site
 from hpml_orchestrator.spec.address import LOCAL_NAMES, read_credentials, web_address
 
@@ -216,5 +216,4 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"hpml_dashboards.{name}")
     except ModuleNotFoundError as error:
-        hint = "pip install 'hpml-orchestrator[dashboards]'"
-        raise HpmlError(f"{error.name} is not installed", hint=hint) from None
+        raise HpmlError(f"{error.name} is not installed", hint=extra_hint("dashboards")) from None

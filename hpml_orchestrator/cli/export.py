@@ -22,7 +22,7 @@ from hpml_exporters.web.config import WebConfig, read
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory
-from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailable
+from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailable, extra_hint
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.targets import is_loopback
 
@@ -128,7 +128,7 @@ def node(
         if not no_gpu and find_spec("nvitop") is None:
             typer.echo(
                 "hpml: note: no GPU metrics: nvitop is not installed\n"
-                "hint: pip install 'hpml-orchestrator[export]'",
+                f"hint: {extra_hint('export')}",
                 err=True,
             )
         _check_server(options, "job metrics", "docs/monitoring.md")

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
+from hpml_orchestrator.errors import (
+    InputError,
+    NotFoundError,
+    RecordError,
+    did_you_mean,
+    extra_hint,
+)
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
 from hpml_orchestrator.records.ids import dated, named_by
 from hpml_orchestrator.records.store import ids_in
@@ -269,7 +275,7 @@ def check_extra() -> None:
     if missing:
         raise InputError(
             f"sweeps need {' and '.join(missing)}, which this Python does not have",
-            hint="pip install 'hpml-orchestrator[sweep]'",
+            hint=extra_hint("sweep"),
         )
 
 

@@ -15,7 +15,7 @@ from base64 import b64decode
 from collections import Counter
 from collections.abc import Mapping
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, extra_hint
 
 _BCRYPT_BYTES = 72  # bcrypt reads no further
 _REMEMBERED = 128
@@ -40,8 +40,9 @@ class Passwords:
             try:
                 import bcrypt  # noqa: F401, PLC0415 - only with users
             except ImportError:
-                hint = "pip install 'hpml-orchestrator[export]'"
-                raise InputError("needs bcrypt", field="basic_auth_users", hint=hint) from None
+                raise InputError(
+                    "needs bcrypt", field="basic_auth_users", hint=extra_hint("export")
+                ) from None
         self._users = dict(users)
         self._secret = secrets.token_bytes(32)
         self._right: set[bytes] = set()

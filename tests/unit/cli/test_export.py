@@ -160,7 +160,7 @@ def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.Monkey
     """The message names what to install; with `--no-gpu` it is not needed."""
     monkeypatch.setitem(sys.modules, "nvitop", None)
     err = handed_over(hpml, monkeypatch)[1]
-    assert "no GPU metrics: nvitop is not installed\nhint: pip install 'hpml-orch" in err
+    assert "no GPU metrics: nvitop is not installed\nhint: install hpml with its extra: pip" in err
     assert handed_over(hpml, monkeypatch, "--no-gpu")[1] == ""
 
 

@@ -131,7 +131,7 @@ def test_without_a_package_the_user_is_told_what_to_install() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode not in {0, 70}
     assert "matplotlib" in done.stderr
-    assert "pip install 'hpml-orchestrator[sweep]'" in done.stderr
+    assert "pip install 'PATH[sweep]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
