@@ -60,7 +60,7 @@ class Installed:
         self.bin = place / "venv" / "bin"
         self.home = place / "home"
         self.home.mkdir()
-        install = ["--python", self.bin / "python", "install", "--no-deps", "--no-index", wheel]
+        install = f"--python {self.bin}/python install --no-deps --no-index {wheel}".split()
         subprocess.run([sys.executable, "-m", "pip", "--quiet", *install], check=True, timeout=300)
         (self.site,) = (place / "venv" / "lib").glob("python*/site-packages")
         for path in needed_by("hpml-orchestrator", extras):
@@ -178,6 +178,13 @@ def test_the_wheel_holds_hpml_and_nothing_else(wheel: Path) -> None:
     assert {re.split("[/-]", name)[0] for name in names} == {*roots}
     assert not [name for name in names if re.search(r"__pycache__|(^|/)(tests?_|tests/)", name)]
     assert {"hpml_dashboards/json/hpml-job.json", "hpml_dashboards/viewer/viewer.js"} <= names
+
+
+@pytest.mark.parametrize("page", ["README.md", "deploy/README.md"])
+def test_pages_name_the_wheel_of_this_version(wheel: Path, page: str) -> None:
+    """What they tell users to install is the file that a build makes."""
+    named = re.findall(r"hpml_orchestrator-[\w.-]+", (ROOT / page).read_text())
+    assert {*named} == {wheel.name}
 
 
 def test_nothing_installed_names_the_checkout(installed: Installed) -> None:
