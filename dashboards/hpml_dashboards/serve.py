@@ -82,7 +82,7 @@ class PrometheusServer:
         """Ask whether it scrapes an exporter of hpml.
 
         Raises:
-            PrometheusError: it does not answer, or what answers is no Prometheus.
+            PrometheusServerError: it does not answer, or what answers is no Prometheus.
         """
         query = {"query": "count(hpml_exporter_up)"}
         status, body = self.get("query", query, seconds=_FIRST_SECONDS)
@@ -100,7 +100,7 @@ class PrometheusServer:
         """Return status and JSON of `/api/v1/<endpoint>`, also where Prometheus refuses a query.
 
         Raises:
-            PrometheusError: it does not answer in time, or what answers is no Prometheus.
+            PrometheusServerError: it does not answer in time, or what answers is no Prometheus.
         """
         query = urllib.parse.urlencode(parameters, doseq=True)
         request = urllib.request.Request(f"{self.url}/api/v1/{endpoint}?{query}")  # noqa: S310 - http or https, see __init__
