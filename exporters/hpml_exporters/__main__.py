@@ -35,7 +35,7 @@ def main(words: list[str], load: Load = _load_node) -> int:
         words: the arguments.
         load: returns the options, and collectors other than a node's.
     """
-    from hpml_exporters.app import block_signals, run  # noqa: PLC0415 - signals first
+    from hpml_exporters.app import block_signals, print_once, run  # noqa: PLC0415 - signals first
 
     block_signals()
     from hpml_exporters.core.sampler import tell  # noqa: PLC0415 - as above
@@ -52,7 +52,7 @@ def main(words: list[str], load: Load = _load_node) -> int:
         except (ValueError, TypeError, AttributeError) as error:
             tell(f"error: the options are no JSON object of NodeOptions: {error}")
             return _WRONG_OPTIONS
-        return run(options, sources)
+        return print_once(options) if options.once else run(options, sources)
     except HpmlError as error:
         tell(f"error: {error}")
         if error.hint:

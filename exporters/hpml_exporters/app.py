@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip as gzip_module
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -202,6 +203,17 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
         if summary:
             summary.end()
         server.stop()
+    return 0
+
+
+def print_once(options: NodeOptions) -> int:
+    """Print what /metrics has after one reading, without a server; returns the exit status."""
+    # Ctrl-C ends it, even while a driver's call does not return to Python.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sampler = Sampler(sources_of(options), specs=ALL, constant=_node(options))
+    sampler.read_once()
+    sys.stdout.write(ExporterPages(sampler).metrics("", gzip=False)[0].decode())
     return 0
 
 

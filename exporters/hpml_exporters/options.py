@@ -75,6 +75,7 @@ class NodeOptions:
         node: name of this node; empty: that of the machine, up to the first dot.
         job: set by the node agent: only this job is exported.
         address_file: is written with the address that is listened on, once it is; empty: none.
+        once: print one reading instead of serving.
         summary_file: is written with the job's figures, at the end and now and then; empty: none.
         feed_fd: inherited descriptor (a unix datagram socket) that brings what ranks say; -1: none.
         parent_pid: the exporter ends when its parent is another than this; 0: never.
@@ -95,6 +96,7 @@ class NodeOptions:
     node: str = ""
     job: JobFacts | None = None
     address_file: str = ""
+    once: bool = False
     summary_file: str = ""
     feed_fd: int = -1
     parent_pid: int = 0

@@ -101,6 +101,9 @@ def node(
         ),
     ] = "",
     address_file: _AddressFile = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the metrics of one reading and end.")
+    ] = False,
     roots: Annotated[list[str], typer.Option("--root", metavar="NAME=DIR", hidden=True)] = [],
 ) -> None:
     """Export metrics of this node's GPUs, jobs, disks and networks.
@@ -122,6 +125,7 @@ def node(
             exit_seconds=exit_seconds,
             cluster=cluster or cluster_name(),
             address_file=_absolute("--address-file", address_file),
+            once=once,
             roots=_roots(roots),
         )
         check(options)

@@ -283,6 +283,7 @@ def test_a_node_is_exported(installed: Installed) -> None:
     with installed.served("hpml", "export", "node", "--listen", "127.0.0.1:0") as address:
         up = re.compile(r'hpml_exporter_up\{.*collector="\w+".*\} 1')
         eventually(lambda: up.search(read(address)), "a collector has read something")
+    assert up.search(installed.run("hpml", "export", "node", "--once"))
 
 
 def read(address: str, *then: str) -> str:

@@ -254,6 +254,11 @@ class Sampler:
             self._begin(slot.name, partial(self._keep_reading, slot, first))
         self._begin("watchdog", self._watch)
 
+    def read_once(self) -> None:
+        """Read every collector here and now, without threads: for one look, without a server."""
+        for slot in self._slots:
+            slot.read()
+
     def stop(self, *, last_reading: bool = False) -> None:
         """End the threads and close the collectors; one that is stuck is left behind.
 
