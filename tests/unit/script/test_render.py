@@ -150,7 +150,7 @@ def test_a_snapshot_is_named_from_the_submission() -> None:
 def test_rendering_is_deterministic() -> None:
     """Equal jobs give equal bytes, in another process with another hash seed as well."""
     code = (
-        "import sys\nfrom hpml_orchestrator.script import Capabilities, render\n"
+        "import sys\nfrom hpml_orchestrator.script.render import Capabilities, render\n"
         "from hpml_orchestrator.spec.job import Job\n"
         "job = Job.model_validate_json(sys.argv[1])\n"
         "sys.stdout.buffer.write(render(job, Capabilities('/opt/hpml/bin/python3.11')).encode())"
