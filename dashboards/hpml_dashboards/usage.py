@@ -53,7 +53,7 @@ GPU active: Share of these hours with a kernel. Good: above 60 %. If lower, see 
 Unused: GPU-hours without a kernel. Good: as few as possible: they cost as much as used ones.
 Jobs: Jobs that had GPUs in the time range.
 Energy: What the GPUs drew, without the rest of the nodes.
-Users: Users by unused GPU-hours. Open one to see running jobs; hpml usage --mail writes to them.
+Users: Users by unused GPU-hours. Open one to see running jobs.
 Accounts: Accounts by unused GPU-hours, for those who answer for a project.
 Jobs with most unused GPU-hours: Ended jobs too. Open one to see why, while Prometheus has its data.
 What held jobs back: Findings of hpml report by the hours that they lasted, over all jobs.

@@ -116,24 +116,23 @@ def test_users_accounts_and_time(server: Prometheus, tmp_path: Path) -> None:
     assert told["rows"][0]["finding"] is None
 
 
-def test_letters(server: Prometheus, tmp_path: Path) -> None:
-    """Who left many GPU-hours unused gets a text with the jobs; nobody else does."""
-    common = ("usage", "--prometheus", server.url, "--all-users", "--mail", "letters")
-    printed = Desk(tmp_path).hpml(*common)
-    assert printed == "1 letter in letters to users with at least 100 unused GPU-hours\n"
-    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["ada.txt"]
-    text = (tmp_path / "letters/ada.txt").read_text()
-    assert text.startswith("Subject: 130 of your 140 GPU-hours since ")
-    assert "\n2    notebook  100        0%      100     7.0  gpu-unused 99 h\n" in text
-    assert "- waits-for-data: stage the data" in text
-    assert "bob" not in text
+def test_the_documented_letters(server: Prometheus, tmp_path: Path) -> None:
+    """Users who left many GPU-hours unused get a letter; nobody else does."""
+    page = (Path(__file__).parents[2] / "docs/usage.md").read_text("utf-8")
+    program = page.split("```python letters.py\n")[1].split("```")[0]
+    words = ("usage", "--prometheus", server.url, "--by", "user", "--all-users", "--json")
+    figures = Desk(tmp_path).hpml(*words, "--min-unused", "100")
+    letters = subprocess.run(
+        [sys.executable, "-c", program], input=figures, capture_output=True, text=True, check=True
+    )
+    assert letters.stdout.startswith("To: ada\nSubject: 130 of your 140 GPU-hours ")
+    assert letters.stdout.count("To: ") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--all-users"], "--all-users: needs a Prometheus"),
-        (["--mail", "d", "--json"], "--json: cannot be given together with --mail"),
         (["--since", "yesterday"], "--since"),
         (["--user", ""], "--user: must not be empty"),
         (["--prometheus", "http://127.0.0.1:1"], "no answer: Connection refused"),
