@@ -1,4 +1,4 @@
-"""Commands for dashboards: dashboards build, check, push, show."""
+"""Commands for dashboards: dashboards build, push, show."""
 
 from __future__ import annotations
 
@@ -59,26 +59,6 @@ def build(
     except OSError as error:
         message = f"cannot be written: {error.strerror}"
         raise InputError(message, field="--output", value=output) from None
-
-
-@group.command()
-def check(
-    directory: Annotated[
-        str | None,
-        typer.Argument(metavar="[DIR]", help="Directory of built dashboards."),
-    ] = None,
-) -> None:
-    """Check built dashboards: against their code, PromQL, exported metrics and each other.
-
-    Exits with 1 if something is wrong.
-    """
-    findings = _module("check").check(Path(directory) if directory else JSON)
-    for finding in findings:
-        where = ": ".join(part for part in finding[:2] if part)
-        typer.echo(f"{where or 'metrics'}: {finding.message}")
-    if findings:
-        raise typer.Exit(1)
-    typer.echo("all dashboards match their code, and every query can be answered")
 
 
 @group.command()

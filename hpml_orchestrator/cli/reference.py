@@ -68,7 +68,7 @@ hpml top
 hpml usage
     GPU-hours of your jobs in the last four weeks: hpml usage
     Accounts with the most unused GPU-hours: hpml usage --by account --all-users --since 1w
-    Letters to users who leave many GPUs unused: hpml usage --all-users --since 1w --mail letters/
+    Users who leave many GPUs unused: hpml usage --by user --all-users --min-unused 100 --json
 hpml report
     Why is it slow, and what to change: hpml report last
     As a page for others: hpml report last --html report.html
@@ -160,8 +160,6 @@ hpml dashboards
     Put them into a Grafana: hpml dashboards push --url https://grafana.example.org
 hpml dashboards build
     Write them for Grafana's provisioning: hpml dashboards build --output /var/lib/grafana/hpml
-hpml dashboards check
-    Check copies that were changed: hpml dashboards check /var/lib/grafana/hpml
 hpml dashboards push
     See what would change: hpml dashboards push --url https://grafana.example.org --dry-run
     With a data source: hpml dashboards push --url https://grafana.example.org --prometheus http://prometheus:9090

@@ -34,7 +34,6 @@ from pathlib import Path
 
 import promql_parser
 from hpml_dashboards import JSON
-from hpml_dashboards.check import RULES
 from hpml_dashboards.serve import PrometheusServer as Source
 from hpml_dashboards.serve import ViewerServer
 from ruamel.yaml import YAML
@@ -42,6 +41,7 @@ from ruamel.yaml import YAML
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.cluster_series import CLUSTER, INTERVAL, Cluster
+from tests.dashboardcheck import RULES
 from tests.monitoring.backfill_support import panels
 from tests.monitoring.browser_support import chromium
 from tests.monitoring.prometheus_support import Prometheus, booted_prometheus, program

@@ -25,12 +25,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hpml_dashboards.check import RULES
 from hpml_exporters.catalogue import ALL
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.cluster_series import INTERVAL, Cluster
+from tests.dashboardcheck import RULES
 from tests.monitoring.prometheus_support import Prometheus, booted_prometheus, static
 
 VARIANTS = 20  # of a node's metrics, shown in turn

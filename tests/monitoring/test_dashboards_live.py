@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 from hpml_dashboards import JSON
-from hpml_dashboards.check import queries
 from ruamel.yaml import YAML
 
 from deploy.demo.monitoring import submit_jobs
 from deploy.demo.stack import ROOT, Stack, missing
 from tests.cluster.user import HPML, PYTHON, UID, hand_over, install
+from tests.dashboardcheck import queries
 from tests.patience import eventually
 
 pytestmark = pytest.mark.alone  # load that is known needs CPUs that nobody else takes

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import promql_parser
+from hpml_dashboards import JSON
+from hpml_dashboards.build import build
 from hpml_exporters.catalogue import ALL
 from ruamel.yaml import YAML
 
-from hpml_dashboards import JSON
-from hpml_dashboards.build import build
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
