@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,10 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.run import SOFTWARE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-_LIST_SECONDS = 1.0  # packages that are not read by then are left out
-_END_SECONDS = 5.0  # the system ends this process, whatever it waits for
+_LIST_SECONDS = 10.0
+_END_SECONDS = 20.0  # the system ends this process, whatever it waits for
 _KILL_SECONDS = 1.0
 _PYTHON = re.compile(r"python[\d.]*")
 _CODE = """\
@@ -37,6 +36,17 @@ import sys
 sys.path.append(sys.argv.pop(1))
 from hpml_orchestrator.node.software import main
 main(*sys.argv[1:])
+"""
+_LIST_PACKAGES = """\
+import importlib.metadata, json
+found = {}
+for one in importlib.metadata.distributions():
+    try:
+        found.setdefault(one.metadata["Name"], one.version)
+    except Exception:  # damaged metadata of one package
+        pass
+found.pop(None, None)
+print(json.dumps(found))
 """
 
 
@@ -79,16 +89,15 @@ def record(attempt: Path, process: str, program: str) -> None:
         program: the first word of the rank's command.
     """
     environment = _environment(process)
-    python = python_of(program, environment, root=f"{process}/root")
-    packages: dict[str, str] | None = None
-    complete = True
-    if python:
-        packages, complete = installed(python, environment, root=f"{process}/root")
+    # A container has its own file system; its Python cannot be started from outside.
+    with contextlib.suppress(OSError):
+        if not os.path.samefile(f"{process}/root", "/"):
+            program, environment = "", {**environment, "PATH": ""}
+    python = python_of(program, environment)
     found: dict[str, object] = {
         "node": node_name(),
         "python": python or None,
-        "packages": packages,
-        "complete": complete,
+        "packages": installed(python, environment) if python else None,
         "modules": [*filter(None, environment.get("LOADEDMODULES", "").split(":"))],
     }
     with contextlib.suppress(RecordError):
@@ -98,6 +107,7 @@ def record(attempt: Path, process: str, program: str) -> None:
 
 
 def _environment(process: str) -> dict[str, str]:
+    """Return the variables that a process was started with; empty if it has ended."""
     try:
         text = Path(process, "environ").read_bytes().decode("utf-8", "surrogateescape")
     except OSError:
@@ -105,7 +115,7 @@ def _environment(process: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
 
-def python_of(program: str, environment: Mapping[str, str], *, root: str = "") -> str:
+def python_of(program: str, environment: Mapping[str, str]) -> str:
     """Return the path of the Python that a program runs in; empty if it is not known.
 
     It is the program itself, or the one that its first line names. For any other program, such as
@@ -114,82 +124,39 @@ def python_of(program: str, environment: Mapping[str, str], *, root: str = "") -
     Args:
         program: the first word of a command.
         environment: of the process.
-        root: of the process's file system, which in a container is another one.
     """
-    path = _which(program, environment, root)
+    search = environment.get("PATH", "")
+    path = shutil.which(program, path=search) or ""
     if path and not _PYTHON.fullmatch(os.path.basename(path)):
-        with contextlib.suppress(OSError), open(root + path, "rb") as stream:
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
             first = os.fsdecode(stream.readline(4096)).rstrip()
-            words = first[2:].split() if first.startswith("#!") else []
-            path = words[0] if words else ""
+            path = (first[2:].split() or [""])[0] if first.startswith("#!") else ""
     if path and _PYTHON.fullmatch(os.path.basename(path)):
         return path
-    return _which("python", environment, root) or _which("python3", environment, root)
+    return shutil.which("python", path=search) or shutil.which("python3", path=search) or ""
 
 
-def _which(program: str, environment: Mapping[str, str], root: str) -> str:
-    if os.path.isabs(program):
-        return program if os.path.exists(root + program) else ""
-    directories = [path for path in environment.get("PATH", "").split(":") if os.path.isabs(path)]
-    found = shutil.which(program, path=":".join(f"{root}{path}" for path in directories))
-    return found[len(root) :] if found else ""
-
-
-def installed(
-    python: str, environment: Mapping[str, str], *, root: str = ""
-) -> tuple[dict[str, str], bool]:
-    """Return name and version of the packages of a Python, and whether these are all of them.
+def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return name and version of a Python's packages, as it lists them; None if it cannot.
 
     Args:
         python: its path.
         environment: of the process.
-        root: of the process's file system.
     """
-    packages: dict[str, str] = {}
-    until = time.monotonic() + _LIST_SECONDS
-    paths = [f"{root}{path}" for path in _package_directories(python, environment, root)]
-    for distribution in importlib.metadata.distributions(path=paths):
-        if time.monotonic() > until:
-            return packages, False
-        with contextlib.suppress(Exception):  # damaged metadata of one package
-            if name := distribution.metadata["Name"]:
-                packages.setdefault(name, distribution.version)
-    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower())), True
-
-
-def _package_directories(python: str, environment: Mapping[str, str], root: str) -> Iterator[str]:
-    """Yield where a Python finds packages, those that it takes first at the beginning."""
-    for path in environment.get("PYTHONPATH", "").split(":"):
-        if os.path.isabs(path):
-            yield path
-    prefix = os.path.dirname(os.path.dirname(python))
-    settings = {}
-    with contextlib.suppress(OSError):  # only a virtual environment has this file
-        lines = Path(f"{root}{prefix}/pyvenv.cfg").read_text("utf-8").splitlines()
-        settings = {
-            name.strip(): value.strip() for name, _, value in (x.partition("=") for x in lines)
-        }
-    if settings:
-        yield from _site_directories(prefix, "*", root)
-        if settings.get("include-system-site-packages") != "true":
-            return
-        python = os.path.join(settings.get("home", ""), "python3")
-    real = os.path.realpath(root + python)
-    version = os.path.basename(real)[len("python") :] or "*"
-    if (home := environment.get("HOME", "")) and not environment.get("PYTHONNOUSERSITE"):
-        yield from _site_directories(f"{home}/.local", version, root)
-    inside = real[len(root) :] if real.startswith(f"{root}/") else python
-    for path in dict.fromkeys([python, inside]):
-        above = os.path.dirname(os.path.dirname(path))
-        yield from _site_directories(f"{above}/local", version, root)
-        yield from _site_directories(above, version, root)
-
-
-def _site_directories(prefix: str, version: str, root: str) -> Iterator[str]:
-    """Yield the directories of packages below the prefix of a Python; Debian has its own names."""
-    for part in (f"lib*/python{version}/site-packages", f"lib/python{version}/dist-packages"):
-        yield from (str(path)[len(root) :] for path in sorted(Path(root + prefix).glob(part)))
-    yield f"{prefix}/lib/python3/dist-packages"
+    try:
+        listed = subprocess.run(
+            [python, "-c", _LIST_PACKAGES],
+            cwd="/",  # the current directory is on the path of `-c`
+            env={**environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIST_SECONDS,
+            check=True,
+        )
+        packages: dict[str, str] = json.loads(listed.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
 def nvidia_versions() -> dict[str, str]:

@@ -383,7 +383,6 @@ class SoftwareRecord(TypedDict, total=False):
     node: str
     python: str | None
     packages: dict[str, str] | None
-    complete: bool
     modules: list[str]
     nvidia_driver: str
     cuda: str

@@ -33,8 +33,7 @@ def software_line(software: SoftwareRecord) -> str:
     packages = software.get("packages")
     if isinstance(packages, dict):
         named = [f"{name} {packages[name]}" for name in _NAMED if name in packages]
-        least = "" if software.get("complete", True) else "at least "
-        count = f"{least}{counted(len(packages), 'package')}"
+        count = counted(len(packages), "package")
         parts.append(f"{count} ({', '.join(named)})" if named else count)
     if modules := software.get("modules"):
         parts.append(f"modules {first_few([*map(str, modules)], _SHOWN_MODULES)}")

@@ -38,9 +38,9 @@ def virtual_environment(path: Path, *, system: bool = False) -> Path:
 
 def test_the_packages_of_this_python() -> None:
     """The same names and versions as the interpreter itself lists."""
-    found, complete = installed(sys.executable, {})
+    found = installed(sys.executable, dict(os.environ))
     listed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    assert complete
+    assert found is not None
     assert {"pytest", "hypothesis"} <= set(found)
     assert {name: listed[name] for name in found} == found
 
@@ -49,11 +49,11 @@ def test_a_virtual_environment_has_its_own_packages(tmp_path: Path) -> None:
     """Those of the system count only if it includes them; PYTHONPATH comes first."""
     alone = virtual_environment(tmp_path / "alone")
     package(tmp_path / "path", "py-alpha", "9")
-    assert installed(str(alone), {})[0] == {"py-alpha": "1.2"}
-    assert installed(str(alone), {"PYTHONPATH": str(tmp_path / "path")})[0] == {"py-alpha": "9"}
+    assert installed(str(alone), {}) == {"py-alpha": "1.2"}
+    assert installed(str(alone), {"PYTHONPATH": str(tmp_path / "path")}) == {"py-alpha": "9"}
     mixed = virtual_environment(tmp_path / "mixed", system=True)
     package(tmp_path / ".local" / "lib" / f"python{VERSION}" / "site-packages", "beta", "3")
-    found = installed(str(mixed), {"HOME": str(tmp_path)})[0]
+    found = installed(str(mixed), {"HOME": str(tmp_path)}) or {}
     assert (found["py-alpha"], found["beta"]) == ("1.2", "3")
 
 
@@ -61,29 +61,39 @@ def test_a_damaged_package_is_left_out(tmp_path: Path) -> None:
     """The others are listed."""
     python = virtual_environment(tmp_path / "env")
     (tmp_path / f"env/lib/python{VERSION}/site-packages/broken-1.dist-info").mkdir()
-    assert installed(str(python), {})[0] == {"py-alpha": "1.2"}
+    assert installed(str(python), {}) == {"py-alpha": "1.2"}
+
+
+def test_a_python_that_lists_nothing(tmp_path: Path) -> None:
+    """Packages are unknown if it fails, prints something else, or is not there."""
+    for words in ("exit 1", "echo nonsense"):
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{words}\n")
+        python.chmod(0o755)
+        assert installed(str(python), {}) is None
+    assert installed(str(tmp_path / "none"), {}) is None
 
 
 @pytest.mark.parametrize(
     ("program", "python"),
     [
-        ("python", "/env/bin/python"),
-        ("/env/bin/python", "/env/bin/python"),
-        ("lightning", "/other/python3.11"),  # a console script: its first line
-        ("bash", "/env/bin/python"),  # its Python is the one on its PATH
-        ("/nowhere/python", "/env/bin/python"),
+        ("python", "env/bin/python"),
+        ("lightning", "other/python3.11"),  # a console script: its first line
+        ("bash", "env/bin/python"),  # its Python is the one on its PATH
+        ("/nowhere/python", "env/bin/python"),
     ],
 )
 def test_the_python_of_a_program(tmp_path: Path, program: str, python: str) -> None:
-    """In a container, paths are those inside it."""
+    """The program itself, that of its first line, or the one on PATH."""
     for name in ("env/bin/python", "env/bin/lightning", "env/bin/bash", "other/python3.11"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("#!/other/python3.11 -u\n" if name.endswith("lightning") else "\x7fELF")
+        first = f"#!{tmp_path}/other/python3.11 -u\n"
+        path.write_text(first if name.endswith("lightning") else "\x7fELF")
         path.chmod(0o755)
-    environment = {"PATH": "/none:/env/bin:relative"}
-    assert python_of(program, environment, root=str(tmp_path)) == python
-    assert python_of(program, {}, root=str(tmp_path / "none")) == ""
+    environment = {"PATH": f"/none:{tmp_path}/env/bin"}
+    assert python_of(program, environment) == f"{tmp_path}/{python}"
+    assert python_of(program, {}) == ""
 
 
 def test_a_live_process_is_recorded(tmp_path: Path) -> None:
@@ -100,7 +110,7 @@ def test_a_live_process_is_recorded(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "software.json").read_text())
     assert found["python"] == str(python)
     assert found["packages"] == {"py-alpha": "1.2"}
-    assert (found["complete"], found["modules"]) == (True, ["gcc/12.3", "cuda/12.4"])
+    assert found["modules"] == ["gcc/12.3", "cuda/12.4"]
 
 
 def test_a_process_that_has_ended_is_no_error(tmp_path: Path) -> None:
