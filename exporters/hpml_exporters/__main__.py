@@ -38,28 +38,31 @@ def main(words: list[str], load: Load = _load_node) -> int:
     from hpml_exporters.app import block_signals, print_once, run  # noqa: PLC0415 - signals first
 
     block_signals()
-    from hpml_exporters.core.sampler import tell  # noqa: PLC0415 - as above
+    import logging  # noqa: PLC0415 - as above
+
     from hpml_exporters.options import check  # noqa: PLC0415 - as above
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415 - as above
+    from hpml_orchestrator.log import log_to_stderr  # noqa: PLC0415 - as above
 
+    log_to_stderr("hpml_exporters")
+    log = logging.getLogger("hpml_exporters")
     if len(words) != 1:
-        tell("error: one argument is wanted: options as JSON, see hpml_exporters/options.py")
+        log.error("one argument is wanted: options as JSON, see hpml_exporters/options.py")
         return _WRONG_OPTIONS
     try:
         try:
             options, sources = load(words[0])
             check(options)
         except (ValueError, TypeError, AttributeError) as error:
-            tell(f"error: the options are no JSON object of NodeOptions: {error}")
+            log.error("the options are no JSON object of NodeOptions: %s", error)  # noqa: TRY400
             return _WRONG_OPTIONS
         return print_once(options) if options.once else run(options, sources)
     except HpmlError as error:
-        tell(f"error: {error}")
-        if error.hint:
-            tell(f"hint: {error.hint}")
+        hint = f" (hint: {error.hint})" if error.hint else ""
+        log.error("%s%s", error, hint)  # noqa: TRY400 - a user's mistake has no traceback
         return error.exit_code
     except OSError as error:
-        tell(f"error: {error}")
+        log.error("%s", error)  # noqa: TRY400 - as above
         return 1
 
 

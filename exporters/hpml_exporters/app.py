@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip as gzip_module
+import logging
 import os
 import signal
 import sys
@@ -19,13 +20,15 @@ from prometheus_client.exposition import choose_encoder
 
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.collector import Collector
-from hpml_exporters.core.sampler import CollectorSource, Sampler, tell
+from hpml_exporters.core.sampler import CollectorSource, Sampler
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_orchestrator.errors import InputError, RecordError
 
 if TYPE_CHECKING:
     from hpml_exporters.web.server import Counters
+
+_LOG = logging.getLogger(__name__)
 
 EXIT_STUCK = 75
 """A driver call does not return: start me again."""
@@ -135,7 +138,7 @@ class _SummaryWriter:
                 self._written = time.monotonic()
                 self._summary.write(self._path)
         except Exception as error:  # noqa: BLE001 - the metrics are shown all the same
-            tell(f"summary: {type(error).__name__}: {error}")
+            _LOG.warning("summary: %s: %s", type(error).__name__, error)
 
 
 def sources_of(options: NodeOptions) -> list[CollectorSource]:
@@ -171,7 +174,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
     ending = block_signals()  # before there are threads to inherit it
 
     def give_up(why: str) -> None:
-        tell(f"{why}: ending for a new start")
+        _LOG.critical("%s: ending for a new start", why)
         if summary:
             summary.end()
         os._exit(EXIT_STUCK)  # a thread that hangs in a driver lets no other way
@@ -196,7 +199,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if options.address_file:
             _publish_address(options.address_file, shown)
-        tell(f"{server.scheme}://{shown}/metrics")
+        _LOG.info("%s://%s/metrics", server.scheme, shown)
         _wait_for_end(ending, options.parent_pid)
     finally:
         sampler.stop(last_reading=summary is not None)  # what a short job did since the last one
@@ -255,5 +258,5 @@ def _watch_parent(parent: int) -> None:
     """Have this process end when its parent is another than it was; runs in a thread."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
-    tell("the process that started this exporter is gone")
+    _LOG.warning("the process that started this exporter is gone")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
+from hpml_orchestrator.log import log_to_stderr
 from hpml_orchestrator.node import hang, planning, software
 from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
 from hpml_orchestrator.node.environment import node_index, node_name
@@ -45,6 +46,7 @@ from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
 
+_LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _CLEAN_SECONDS = 3.0
 """How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
@@ -55,6 +57,7 @@ _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 def main(argv: list[str]) -> int:
     """Run the agent of this node until the job is over; see `Agent.run`."""
+    log_to_stderr("hpml_orchestrator.node", prefix="hpml: ")  # beside what the program prints
     agent = Agent(parse_options(argv))
     for number in _ENDING:
         signal.signal(number, agent.on_signal)
@@ -138,7 +141,7 @@ class Agent:
         return self._ranks
 
     def _report(self, message: str) -> None:
-        sys.stderr.write(f"hpml: {self.node}: {message}\n")
+        _LOG.warning("%s: %s", self.node, message)
 
     def run(self) -> int:
         """Plan, stage, mark the node, listen, verify, wait for the end, clean up.

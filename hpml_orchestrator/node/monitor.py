@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.log import message_of
 from hpml_orchestrator.node.environment import integer, job_key
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.placement.gpus import visible_devices
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import MonitorOptions
     from hpml_orchestrator.node.planning import NodePlan
 
+_LOG = logging.getLogger(__name__)
 _NICE = 10
 _OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
 """Collectors of resources that all jobs of the node share: two jobs would both count them."""
@@ -239,12 +242,11 @@ class NodeMonitor:
 
     def _last_line(self) -> str:
         text = self._file("log").read_text("utf-8", "replace")
-        lines = [line.removeprefix("hpml: ") for line in text.splitlines() if line.strip()]
-        messages = [line for line in lines if not line.startswith("hint: ")]
-        return messages[-1] if messages else f"see {self._file('log')}"
+        lines = [line for line in text.splitlines() if line.strip()]
+        return message_of(lines[-1]) if lines else f"see {self._file('log')}"
 
     def _report(self, message: str) -> None:
-        sys.stderr.write(f"hpml: {self.node}: the job's monitor {message}\n")
+        _LOG.warning("%s: the job's monitor %s", self.node, message)
 
 
 def job_facts(

@@ -11,10 +11,10 @@ So the stop path must end ranks that exceed their time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     Ranks = Sequence[StartedRank]
 
+_LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
 _PUSH_SECONDS = 1.0
 _HANG_SECONDS = 10.0  # from the stop request to the end of ranks that hang
@@ -183,7 +184,7 @@ class StopPath:
         try:
             self._records.request_stop(reason, by=self._node, now=asked)
         except (HpmlError, OSError) as error:  # the ranks of this node can still save
-            sys.stderr.write(f"hpml: {self._node}: the stop request cannot be written: {error}\n")
+            _LOG.error("%s: the stop request cannot be written: %s", self._node, error)
         self._read_request(now)
         if not self.reason:
             self._begin(reason, asked, now)
@@ -225,7 +226,7 @@ class StopPath:
         try:
             hang.collect_stacks(ranks, self._channel.peers.by_pid(), target)
         except OSError as error:
-            sys.stderr.write(f"hpml: {self._node}: the stacks of its ranks are lost: {error}\n")
+            _LOG.error("%s: the stacks of its ranks are lost: %s", self._node, error)
 
     def _signal(self, ranks: Ranks) -> None:
         """Send the configured signal, once, to each rank: to its first process that handles it."""

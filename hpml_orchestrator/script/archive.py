@@ -48,7 +48,7 @@ def build() -> bytes:
     source. All is stored uncompressed, so that a rank's start pays for neither.
     """
     files = {"__main__.py": _MAIN.encode()}
-    sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py"]
+    sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py", _PACKAGE / "log.py"]
     for room in _ROOMS:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:

@@ -15,7 +15,7 @@ import hpml_orchestrator
 
 PACKAGE = Path(hpml_orchestrator.__file__).parent
 NAME = "hpml_orchestrator"
-GROUND = frozenset({"", "errors", "assets"})  # what every room may know
+GROUND = frozenset({"", "errors", "assets", "log"})  # what every room may know
 ROW = re.compile(r"^\| `(\w+)/` \|.*\| ([^|]+) \|$", re.MULTILINE)
 # The table of rooms: what comes after a semicolon there is no import.
 ARROWS = {
@@ -41,7 +41,7 @@ PUBLIC = {
     *(PACKAGE.parent / "training_jobs" / f"hpml_{name}.py" for name in ("channel", "waits")),
 }
 EXPORTER = "hpml_exporters"
-OURS_FOR_EXPORTERS = {"", "errors", "records", "scheduler", "spec", "topology"}
+OURS_FOR_EXPORTERS = {"", "errors", "log", "records", "scheduler", "spec", "topology"}
 EXPORTER_ARROWS: dict[str, set[str]] = {
     # parts of the exporters' package that keep to themselves; what is not here may know all
     "core": set(),
@@ -53,7 +53,7 @@ EXPORTER_ARROWS: dict[str, set[str]] = {
     "slurm": {"__main__", "core", "options"},
 }
 TOO_HEAVY = {"typer", "rich", "pydantic", "jinja2", "torch", "numpy", "pandas", "requests"}
-HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess", "logging"}
+HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess"}
 
 
 def imports(path: Path) -> set[str]:
@@ -137,7 +137,7 @@ def test_what_travels_is_standard_library_only() -> None:
     """Records, staging and node run without any installed package."""
     allowed = {*sys.stdlib_module_names, NAME}
     paths = [path for room in PLAIN for path in (PACKAGE / room).rglob("*.py")]
-    for path in [PACKAGE / "errors.py", *paths]:
+    for path in [PACKAGE / "errors.py", PACKAGE / "log.py", *paths]:
         assert {name.split(".")[0] for name in imports(path)} <= allowed, path
 
 
@@ -221,8 +221,8 @@ def test_exporters_stay_small() -> None:
         assert ours <= OURS_FOR_EXPORTERS, path
         assert not {name.split(".")[0] for name in known} & TOO_HEAVY, path
         at_once = imported_at_once(path)
-        # GPUs' modules are imported by their own thread, and nvitop brings logging anyway.
-        late = {"nvitop", "pynvml", "logging"} if path.parent.name == "gpu" else set()
+        # GPUs' modules are imported by their own thread.
+        late = {"nvitop", "pynvml"} if path.parent.name == "gpu" else set()
         known = {*sys.stdlib_module_names, NAME, EXPORTER, "prometheus_client"} | late
         assert at_once <= known, path
         assert not at_once & (HEAVY_AT_IMPORT - late) or path.parent.name == "web", path

@@ -6,8 +6,8 @@ reads nothing new loses its series; the others continue.
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +20,8 @@ from hpml_exporters.core.collector import Collector, DriverLostError, NotHereErr
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.selfmetrics import CollectorState, Outcome, self_families
 
-_TOLD_AGAIN_SECONDS = 3600.0
-_SHOWN_CHARS = 300
+_LOG = logging.getLogger(__name__)
+_WARNED_AGAIN_SECONDS = 3600.0
 _INTERVAL_MIN_SECONDS = 0.01
 _SPREAD_SECONDS = 1.0
 _TICK_SECONDS = 1.0
@@ -96,7 +96,7 @@ class _Slot:
         self._lock = threading.Lock()
         self._readings = 0
         self._lost = 0
-        self._told: dict[object, float] = {}
+        self._warned: dict[object, float] = {}
 
     @property
     def stale_after(self) -> float:
@@ -120,12 +120,12 @@ class _Slot:
         except (NotHereError, ModuleNotFoundError) as error:
             outcome, pause = "absent", self._pauses.absent
             if str(error):
-                self._tell_once(str(error), f"nothing to read: {error}")
+                self._warn_once(str(error), f"nothing to read: {error}")
         except StaleError as error:
             found = error.families
-            self._tell_once(str(error), f"old figures are shown: {error}")
+            self._warn_once(str(error), f"old figures are shown: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the others continue
-            self._tell_error(error)
+            self._warn_of_error(error)
             if self._collector is None or isinstance(error, DriverLostError):
                 self.close()
                 pause = min(self._pauses.lost * 2.0**self._lost, self._pauses.lost_max)
@@ -152,7 +152,7 @@ class _Slot:
         try:
             shown = replace(state, families=tuple(state.families))
         except Exception as error:  # noqa: BLE001 - a reading whose families cannot be made
-            self._tell_error(error)
+            self._warn_of_error(error)
             shown = replace(state, families=(), outcome="failed", errors=state.errors + 1)
         with self._lock:
             if self.state is state:  # else something newer was read meanwhile
@@ -184,22 +184,22 @@ class _Slot:
             try:
                 collector.close()
             except Exception as error:  # noqa: BLE001 - it is given up anyway
-                self._tell_error(error)
+                self._warn_of_error(error)
 
-    def _tell_error(self, error: Exception) -> None:
+    def _warn_of_error(self, error: Exception) -> None:
         """Say what happened, each kind of it once an hour: a kind is a class at a line of code."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         where = (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else ("", 0)
-        self._tell_once((type(error), where), f"{type(error).__name__}: {error}")
+        self._warn_once((type(error), where), f"{type(error).__name__}: {error}")
 
-    def _tell_once(self, kind: object, message: str) -> None:
-        since = time.monotonic() - _TOLD_AGAIN_SECONDS
-        self._told = {each: when for each, when in self._told.items() if when > since}
-        if kind not in self._told:
-            self._told[kind] = time.monotonic()
-            tell(f"collector {self.name}: {message}")
+    def _warn_once(self, kind: object, message: str) -> None:
+        since = time.monotonic() - _WARNED_AGAIN_SECONDS
+        self._warned = {each: when for each, when in self._warned.items() if when > since}
+        if kind not in self._warned:
+            self._warned[kind] = time.monotonic()
+            _LOG.warning("collector %s: %s", self.name, message)
 
 
 class Sampler:
@@ -334,7 +334,8 @@ class Sampler:
                 ages[slot] = reading, age
                 if age >= self._stuck_seconds and not slot.state.stuck:
                     slot.mark_stuck(reading)
-                    tell(f"collector {slot.name}: a reading has not ended for {age:.0f} s")
+                    stuck = "collector %s: a reading has not ended for %.0f s"
+                    _LOG.error(stuck, slot.name, age)
                 if age >= self._exit_seconds and self._give_up and not slot.hangs_in_kernel():
                     give_up, self._give_up = self._give_up, None
                     give_up(f"collector {slot.name}: stuck for {age:.0f} s")
@@ -389,13 +390,3 @@ def next_due(origin: float, interval: float, now: float) -> float:
         return origin
     passed = (now - origin) / interval
     return origin + (math.floor(passed + _ROUNDING) + 1) * interval
-
-
-def tell(message: str) -> None:
-    """Print one line on standard error."""
-    line = " ".join(message.split())[:_SHOWN_CHARS]
-    try:
-        sys.stderr.write(f"hpml: {line}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):
-        pass  # nobody reads the log; that must not stop the exporter

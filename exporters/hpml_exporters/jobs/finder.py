@@ -8,6 +8,7 @@ processes of the user who used its id first, and the jobs of a user have a limit
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import Counter
@@ -15,11 +16,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from hpml_exporters.core import procfs
-from hpml_exporters.core.sampler import tell
 from hpml_exporters.jobs.board import LOCAL_CLUSTER, Jobs, JobSeen
 from hpml_exporters.jobs.cgroups import FoundJob, GroupJobs
 from hpml_exporters.jobs.identity import Identities
 from hpml_exporters.options import NodeOptions
+
+_LOG = logging.getLogger(__name__)
 
 MOST_PER_USER = max(64, os.cpu_count() or 1)
 """Jobs of one user that are shown, those that began first; four times as many of all users."""
@@ -56,7 +58,7 @@ class JobFinder:
         self._identities = Identities(roots, options.job)
         self._has_groups = False
         self._left_out: set[str] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self, now: float) -> Jobs:
         """Return the jobs that are here.
@@ -85,7 +87,7 @@ class JobFinder:
             self._left_out = {one.jobid for one in processes.values() if not one.cluster}
             self._left_out -= {job.jobid for job in in_groups}
             for jobid in sorted(before & self._left_out)[:1]:  # not one that is just beginning
-                self._tell(
+                self._warn_once(
                     "groups",
                     f"processes of job {jobid} are in no control group, unlike those of other jobs"
                     " of this node: they are not counted",
@@ -107,17 +109,17 @@ class JobFinder:
             if job.uid == one.uid:
                 job.steps.setdefault(one.step, set()).add(pid)
         if refused:
-            self._tell(
+            self._warn_once(
                 "limit",
                 f"{len(refused)} jobs are not shown: the limit for jobs without control groups is"
                 f" {MOST_PER_USER} per user, {_MOST} in all",
             )
         return list(jobs.values())
 
-    def _tell(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            tell(f"collector jobs: {message}")
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOG.warning("collector jobs: %s", message)
 
     def _merged(self, parts: Sequence[FoundJob], now: float) -> JobSeen:
         """Join what several slurmd of this machine have of a job."""

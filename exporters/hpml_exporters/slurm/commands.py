@@ -5,12 +5,12 @@ No field of free text but a node's reason is read, which comes last.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
@@ -19,6 +19,7 @@ from hpml_orchestrator.scheduler.slurm.parse import parse_time
 from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
 from hpml_orchestrator.spec.values import read_gres
 
+_LOG = logging.getLogger(__name__)
 _UNIT, _RECORD = "\x1f", "\x1e"
 _JOB_FIELDS = (
     "JobArrayID State Reason Partition QOS UserName EligibleTime StartTime EndTime".split()
@@ -64,7 +65,7 @@ class Commands:
         self._runner = runner or SubprocessRunner()
         self._shares = shares
         self._refreshes = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._rare: Rare = ({}, (), {})
 
     def read(self) -> View:
@@ -101,9 +102,9 @@ class Commands:
         try:
             return self._output(*argv)
         except SchedulerUnavailable as error:
-            if argv[0] not in self._told:
-                self._told.add(argv[0])
-                tell(f"metrics left out: {error}")
+            if argv[0] not in self._warned:
+                self._warned.add(argv[0])
+                _LOG.warning("metrics left out: %s", error)
             return ""
 
 

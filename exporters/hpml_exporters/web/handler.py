@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 431, 500, 503, 505)
 """Every status that the server ever sends."""
 
+_LOG = logging.getLogger(__name__)
 _INDEX = b'<!DOCTYPE html><title>hpml exporter</title><a href="/metrics">metrics</a>\n'
 _TEXT = "text/plain; charset=utf-8"
 _TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection, RFC 8446, 5.1
@@ -243,7 +244,7 @@ class Handler(BaseHTTPRequestHandler):
         except ConnectionAbortedError:
             raise
         except Exception as error:  # noqa: BLE001 - a page that fails is a response too
-            print(f"hpml export: {path}: {error!r}", file=sys.stderr)  # noqa: T201
+            _LOG.error("%s: %r", path, error)
             return 500, b"the page could not be made\n", _TEXT, ()
         if path == "/":
             return 200, _INDEX, "text/html; charset=utf-8", ()

@@ -7,6 +7,7 @@ where it accepts the next one.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import ssl
 import sys
@@ -24,6 +25,7 @@ from hpml_exporters.web.config import WebConfig, fingerprint, read, tls_context
 from hpml_exporters.web.handler import STATUSES, Client, Handler, Pages, RequestLimits
 from hpml_exporters.web.passwords import Passwords
 
+_LOG = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
 _REPORT_SECONDS = 60.0
@@ -205,8 +207,7 @@ class Server(ThreadingHTTPServer):
         self.gave_up("error")
         if time.monotonic() - self._reported > _REPORT_SECONDS:
             self._reported = time.monotonic()
-            error = sys.exception()
-            print(f"hpml export: error while serving: {error!r}", file=sys.stderr)  # noqa: T201
+            _LOG.error("error while serving: %r", sys.exception())
 
     def _make_room(self, peer: str = "") -> None:
         """End the longest idle connection of an address, else of the address with most."""
@@ -233,6 +234,5 @@ class Server(ThreadingHTTPServer):
         while not self._stopped.wait(self.limits.watch_seconds):
             changed = fingerprint(self._web_config, self.config) != loaded
             if changed and not self.counters.config_changed:
-                text = f"hpml export: {self._web_config} has changed: restart to apply it"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                _LOG.warning("%s has changed: restart to apply it", self._web_config)
             self.counters.config_changed = changed

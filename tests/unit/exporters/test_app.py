@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hpml_exporters.app import sources_of
 from hpml_exporters.options import COLLECTORS, NodeOptions
 from prometheus_client import CollectorRegistry
 
+from hpml_orchestrator.log import message_of
 from tests.patience import eventually
 from tests.unit.exporters.collecting import figures
 from tests.unit.exporters.web.support import make_certificates
@@ -105,7 +107,10 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
     assert now["process_cpu_seconds_total"] > 0
     assert abs(now["process_start_time_seconds"] - time.time()) < 120
     process.send_signal(number)
-    assert ended(process) == (0, f"hpml: http://{address(tmp_path)}/metrics\n")
+    code, logged = ended(process)
+    assert code == 0
+    line = rf"\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO http://{address(tmp_path)}/metrics\n"
+    assert re.fullmatch(line, logged)
 
 
 @pytest.mark.parametrize(
@@ -137,26 +142,26 @@ def test_it_goes_on(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: one argument is wanted"),
-        (["a", "b"], "error: one argument is wanted"),
-        (["{"], "error: the options are no JSON object of NodeOptions"),
-        (["5"], "error: the options are no JSON object of NodeOptions"),
+        ([], "ERROR one argument is wanted"),
+        (["a", "b"], "ERROR one argument is wanted"),
+        (["{"], "ERROR the options are no JSON object of NodeOptions"),
+        (["5"], "ERROR the options are no JSON object of NodeOptions"),
         (['{"frob": 1}'], "unknown: frob"),
-        (['{"job": 5}'], "error: the options are no JSON object of NodeOptions"),
-        (['{"listen": 9445}'], "error: the options are no JSON object of NodeOptions"),
+        (['{"job": 5}'], "ERROR the options are no JSON object of NodeOptions"),
+        (['{"listen": 9445}'], "ERROR the options are no JSON object of NodeOptions"),
         (
             ['{"listen": "localhost"}'],
-            "error: listen: not an address with a port (got 'l",
+            "ERROR listen: not an address with a port (got 'l",
         ),
-        (['{"listen": "127.0.0.1:99999"}'], "error: listen: not an address with a port"),
-        (['{"gpu_interval": 0}'], "error: gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
-        (['{"node_interval": NaN}'], "error: node_interval: must be 0.1 to 3600 seconds"),
-        (['{"exit_seconds": 5}'], "error: exit_seconds: must be more than the 10 s after which"),
-        (['{"without": ["gpus"]}'], "error: without: unknown collector (got 'gpus')"),
-        (['{"gpu_interval": "1"}'], "error: the options are no JSON object of NodeOptions"),
-        (['{"roots": {"dev": "x"}}'], "error: the options are no JSON object of NodeOptions"),
-        (['{"web_config": "/none/web.yml"}'], "error: "),
-        (['{"listen": "127.0.0.1:0", "address_file": "/none/a"}'], "error: address_file: cannot"),
+        (['{"listen": "127.0.0.1:99999"}'], "ERROR listen: not an address with a port"),
+        (['{"gpu_interval": 0}'], "ERROR gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
+        (['{"node_interval": NaN}'], "ERROR node_interval: must be 0.1 to 3600 seconds"),
+        (['{"exit_seconds": 5}'], "ERROR exit_seconds: must be more than the 10 s after which"),
+        (['{"without": ["gpus"]}'], "ERROR without: unknown collector (got 'gpus')"),
+        (['{"gpu_interval": "1"}'], "ERROR the options are no JSON object of NodeOptions"),
+        (['{"roots": {"dev": "x"}}'], "ERROR the options are no JSON object of NodeOptions"),
+        (['{"web_config": "/none/web.yml"}'], "ERROR "),
+        (['{"listen": "127.0.0.1:0", "address_file": "/none/a"}'], "ERROR address_file: cannot"),
     ],
 )
 def test_wrong_options_are_told(words: list[str], message: str) -> None:
@@ -178,7 +183,8 @@ def test_it_says_when_it_speaks_tls(start: Start, tmp_path: Path) -> None:
     process = start({"without": NOTHING, "web_config": str(config)})
     where = address(tmp_path)
     process.terminate()
-    assert ended(process) == (0, f"hpml: https://{where}/metrics\n")
+    code, logged = ended(process)
+    assert (code, message_of(logged)) == (0, f"https://{where}/metrics\n")
 
 
 def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
@@ -187,7 +193,7 @@ def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
     where = address(tmp_path)
     code, err = ended(start({"without": NOTHING, "listen": where}))
     assert code == 2
-    assert err.startswith(f"hpml: error: listen: Address already in use (got '{where}')\n")
+    assert message_of(err).startswith(f"listen: Address already in use (got '{where}')")
 
 
 def summary_of(tmp_path: Path) -> dict[str, Any]:

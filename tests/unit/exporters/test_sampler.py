@@ -105,7 +105,7 @@ def test_each_collector_has_its_rhythm(clock: Turned) -> None:
     assert probe.times == [1000.25, 1001.25, 1002.25, 1006.25, 1007.25, 1008.25]
 
 
-def test_a_failing_collector_harms_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_collector_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Its series go, its errors are counted and logged once, and the other's series stay."""
     well = threading.Event()
 
@@ -132,8 +132,8 @@ def test_a_failing_collector_harms_nobody(capfd: pytest.CaptureFixture[str]) -> 
         well.set()
         eventually(lambda: up(sampler, "bad") == 1)
         assert (bad.made, bad.closed) == (1, 0)
-    told = [line for line in capfd.readouterr().err.splitlines() if "no such luck" in line]
-    assert told == ["hpml: collector bad: OSError: [Errno 5] no such luck"]
+    told = [line for line in caplog.messages if "no such luck" in line]
+    assert told == ["collector bad: OSError: [Errno 5] no such luck"]
     eventually(lambda: (bad.closed, good.closed) == (1, 1))
 
 
@@ -167,7 +167,7 @@ def test_a_family_that_cannot_be_rendered_is_a_failed_reading(
     assert shown(sampler)["hpml_exporter_errors_total{collector=late}"] == 1
 
 
-def test_a_failed_reading_may_keep_the_last_figures(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_reading_may_keep_the_last_figures(caplog: pytest.LogCaptureFixture) -> None:
     """As the cluster's, while Slurm does not answer: they are shown, and `up` is 0."""
 
     def act(turn: int) -> list[Metric] | None:
@@ -183,10 +183,7 @@ def test_a_failed_reading_may_keep_the_last_figures(capfd: pytest.CaptureFixture
         assert now["hpml_exporter_errors_total{collector=slurm}"] == errors
         assert now["hpml_exporter_up{collector=slurm}"] == (errors == 0)
     assert sampler.health() == (True, "failed: slurm")
-    assert (
-        capfd.readouterr().err
-        == "hpml: collector slurm: old figures are shown: Slurm does not answer\n"
-    )
+    assert caplog.messages == ["collector slurm: old figures are shown: Slurm does not answer"]
 
 
 def test_values_that_are_none_and_names_of_any_bytes() -> None:
@@ -221,7 +218,7 @@ def test_what_is_not_here_is_no_failure() -> None:
     assert min(gaps) >= 0.05
 
 
-def test_why_there_is_nothing_to_read_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_why_there_is_nothing_to_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """Once per reason, such as a library that is not installed; it is not a failure."""
 
     def miss(turn: int) -> None:
@@ -231,9 +228,9 @@ def test_why_there_is_nothing_to_read_is_told_once(capfd: pytest.CaptureFixture[
     with sampling(probe) as sampler:
         eventually(lambda: len(probe.times) > 6)
         assert up(sampler, "gpu") == 1
-    assert capfd.readouterr().err.splitlines() == [
-        "hpml: collector gpu: nothing to read: no driver",
-        "hpml: collector gpu: nothing to read: no nvitop",
+    assert caplog.messages == [
+        "collector gpu: nothing to read: no driver",
+        "collector gpu: nothing to read: no nvitop",
     ]
 
 

@@ -305,7 +305,7 @@ def test_a_node_that_cannot_be_planned(
 
 
 def test_faults_of_hpmls_own_leave_the_job_alone(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A watch and a monitor that fail (fakes) are a line each, and the agent continues."""
 
@@ -318,7 +318,7 @@ def test_faults_of_hpmls_own_leave_the_job_alone(
     node.claim("1")
     monitor = MonitorOptions("127.0.0.1:0")
     assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "hpml: n1: binding verification stopped: ZeroDivisionError: no CPUs",
-        "hpml: n1: the job is not monitored: ZeroDivisionError: no CPUs",
+    assert sorted(caplog.messages) == [
+        "n1: binding verification stopped: ZeroDivisionError: no CPUs",
+        "n1: the job is not monitored: ZeroDivisionError: no CPUs",
     ]

@@ -52,7 +52,7 @@ if behaviour == "good" or (behaviour == "twice" and count > 2):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     listen()
 if behaviour.isdecimal():
-    print("hpml: error: cannot do this\\nhpml: hint: do another thing")
+    print("2026-11-28T12:00:00Z ERROR cannot do this (hint: do another thing)")
     sys.exit(int(behaviour))
 if behaviour == "twice" and count <= 2:
     listen()
@@ -194,7 +194,7 @@ def prepared(
 
 
 def test_one_that_dies_is_started_again(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
+    watch: Watch, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the same port, so that Prometheus still finds it; each end is a line."""
     watched = watch("twice")
@@ -206,22 +206,22 @@ def test_one_that_dies_is_started_again(
     watched.monitor.stop()
     ports = [start["listen"] for start in watched.starts()]
     assert ports == ["127.0.0.1:0", "127.0.0.1:40001", "127.0.0.1:40001"]
-    assert capsys.readouterr().err == (
-        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.1 s\n"
-        "hpml: n1: the job's monitor ended (by SIGKILL); started again in 0.2 s\n"
-    )
+    assert caplog.messages == [
+        "n1: the job's monitor ended (by SIGKILL); started again in 0.1 s",
+        "n1: the job's monitor ended (by SIGKILL); started again in 0.2 s",
+    ]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "last"),
     [
-        ("75", "ended (status 75: error: cannot do this); not started again"),
+        ("75", "ended (status 75: cannot do this (hint: do another thing)); not started again"),
         ("hangs", "ended (by SIGKILL); not started again"),
         ("no python", "failed: FileNotFoundError: [Errno 2] No such file or directory: '/no'"),
     ],
 )
 def test_the_job_goes_on_without(
-    watch: Watch, until: Until, capsys: pytest.CaptureFixture[str], behaviour: str, last: str
+    watch: Watch, until: Until, caplog: pytest.LogCaptureFixture, behaviour: str, last: str
 ) -> None:
     """Refused options, nothing installed, one that never listens: a line, and one start."""
     watched = watch(behaviour, replace(QUICK, until_address=1.0 if behaviour == "hangs" else 600))
@@ -230,7 +230,7 @@ def test_the_job_goes_on_without(
     watched.monitor.start(None)
     until(lambda: not watched.monitor.is_alive)
     assert len(watched.starts()) <= 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"hpml: n1: the job's monitor {last}"
+    assert caplog.messages[-1] == f"n1: the job's monitor {last}"
     assert watched.found() == []
 
 

@@ -297,7 +297,7 @@ def test_what_an_environment_must_say(
     assert steps == ({number: {"batch"}} if is_job else {})
 
 
-def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_many_jobs(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """Each user's first ones are shown, four times as many in total; one message reports it."""
     for user in range(6):
         for number in range(10_000 * (user + 1), 10_000 * (user + 1) + MOST_PER_USER + 1):
@@ -307,13 +307,13 @@ def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) ->
     found = [finder.look(now) for now in (0, 5)][-1]
     users = Counter(job.facts.uid for job in found.by_id.values())
     assert users == dict.fromkeys(range(1, 5), MOST_PER_USER)
-    assert capsys.readouterr().err.count("are not shown: the limit") == 1
+    assert caplog.text.count("are not shown: the limit") == 1
     last = str(60_000 + MOST_PER_USER)
     assert set(JobFinder(machine.only(last)).look(0).by_id) == {last}, "its own is always shown"
 
 
 def test_jobs_in_groups_end_the_look_at_environments(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
+    machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Processes that only have a job's variables, or outlived it, are not a job: logged once."""
     finder = JobFinder(machine.options)
@@ -325,10 +325,10 @@ def test_jobs_in_groups_end_the_look_at_environments(
     for now in (65, 70, 75):
         job = finder.look(now).by_id["77"]
         assert (job.facts.uid, job.facts.name, set(job.pids)) == (1000, "", {71, 72, 81, 82})
-    assert capsys.readouterr().err == "", "its job is shown"
+    assert caplog.text == "", "its job is shown"
     machine.process(Task(51, environment={"SLURM_JOB_ID": "78"}))
     assert [set(finder.look(now).by_id) for now in (80, 85, 90)] == [{"77"}] * 3
-    assert capsys.readouterr().err.count("processes of job 78 are in no control group") == 1
+    assert caplog.text.count("processes of job 78 are in no control group") == 1
     shutil.rmtree(machine.cgroup / V2)
     assert set(finder.look(95).by_id) == set()
 

@@ -258,7 +258,7 @@ def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
     assert values(collector, 9000.0)[stamp] > before[stamp]
 
 
-def test_an_exporter_while_slurm_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exporter_while_slurm_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     """It shows the old figures, its collector counts as failed, and /healthz names it."""
     runner = FakeRunner({**CAPTURED, "sdiag": SchedulerUnavailable("sdiag: access denied")})
     collector = SlurmCollector(Commands(runner))
@@ -284,9 +284,9 @@ def test_an_exporter_while_slurm_does_not_answer(capsys: pytest.CaptureFixture[s
         assert sampler.health() == (True, "ok")
     finally:
         sampler.stop()
-    denied, failed = capsys.readouterr().err.splitlines()  # each reason once
-    assert denied == "hpml: metrics left out: sdiag: access denied"
-    assert failed == "hpml: collector slurm: old figures are shown: no answer"
+    denied, failed = caplog.messages  # each reason once
+    assert denied == "metrics left out: sdiag: access denied"
+    assert failed == "collector slurm: old figures are shown: no answer"
 
 
 def test_what_is_asked_for_now_and_then() -> None:

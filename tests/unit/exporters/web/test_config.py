@@ -185,7 +185,7 @@ CHANGES: dict[str, list[str | None]] = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_changed_file_takes_effect_at_a_restart(
-    certificates: Certificates, kind: str, capfd: pytest.CaptureFixture[str]
+    certificates: Certificates, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who was kept out still is, and who got in still does; /healthz and a counter say so."""
     path = certificates.write("web.yml", STRICT)
@@ -212,8 +212,7 @@ def test_a_changed_file_takes_effect_at_a_restart(
             assert status(address) == 400  # "use https"
             replace(path, STRICT)
             eventually(lambda: not told())
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"hpml export: {path} has changed: restart to apply it"] * len(CHANGES[kind])
+    assert caplog.messages == [f"{path} has changed: restart to apply it"] * len(CHANGES[kind])
 
 
 def test_a_stricter_file_waits_too(certificates: Certificates) -> None:
