@@ -22,7 +22,6 @@ from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, expand_shorthand
 from hpml_orchestrator.spec.problems import combined, problems_of
-from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.text import (
     BRACES,
     FIXED_PLACEHOLDERS,
@@ -110,8 +109,6 @@ def load_job(
             for name in leaves(below, empty=False)
         } | given
     if arguments:
-        workdir = source.parent / str(data.get("workdir") or ".")
-        _refuse_unused(data.get("command"), workdir, arguments)
         args = data.get("args") or []
         data["args"] = [*args, *arguments] if isinstance(args, list) else args
         given["args"] = "command line"
@@ -129,19 +126,6 @@ def load_job(
         raise combined(problems, hint)
     origins_of = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins_of)
-
-
-def _refuse_unused(command: object, workdir: Path, arguments: Sequence[str]) -> None:
-    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
-        return
-    if ignores_arguments(command, str(workdir)):
-        raise InputError(
-            "the program does not receive them: `command` runs a shell that does not use them",
-            field="arguments after --",
-            value=" ".join(arguments),
-            hint='write "$@" in the text, followed by one more word: '
-            """command: [bash, -c, 'python train.py "$@"', bash]""",
-        )
 
 
 def read_fields(path: str | Path) -> dict[str, object]:

@@ -39,7 +39,6 @@ from hpml_orchestrator.sweeps.scaling import (
     ProgramArguments,
     base_batch,
     base_learning_rate,
-    check_argument,
     check_base,
     scaled,
     with_batch,
@@ -49,11 +48,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
 
 _VARIABLES = "environment.variables."
-_PLACES = {
-    "batch": "batch.argument",
-    "seed": "seeds.argument",
-    "checkpoint": "search.resume_argument",
-}
 _MOST_SUBMISSIONS = 60
 _SECONDS_PER_HOUR = 3600
 
@@ -136,7 +130,6 @@ class _Planner:
         self.sweep = self._completed(sweep)
         self._targets = self._value_targets()
         self.placeholders = _placeholders(self._targets)
-        self._check_reach()
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes other than arguments are fields of the job that may vary."""
@@ -227,17 +220,6 @@ class _Planner:
         if sweep.mode == "pbt":
             targets["checkpoint"] = sweep.search.resume_argument
         return targets
-
-    def _check_reach(self) -> None:
-        for axis, kind in self.kinds.items():
-            if kind == "flag":
-                check_argument(self.base, axis, f"axes.{axis}")
-        for key, target in self._targets.items():
-            if not target.startswith(_VARIABLES):
-                check_argument(self.base, target, self._place(key))
-
-    def _place(self, key: str) -> str:
-        return f"axes.{key}" if key in self.kinds else _PLACES.get(key, "learning_rate.argument")
 
     def shapes(self) -> Iterator[Shape]:
         """Yield a shape for each scale and combination of fields and flags."""

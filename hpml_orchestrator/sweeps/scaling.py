@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.sweep import BatchSize, Sweep
 
 if TYPE_CHECKING:
@@ -88,28 +87,6 @@ def check_base(job: Job, file: object) -> None:
             field="checkpoint.directory",
             value=job.checkpoint.directory,
             hint="give a relative path, or put {run.id} into it",
-        )
-
-
-def check_argument(job: Job, name: str, place: str) -> None:
-    """Check that the job's program gets an argument that a sweep sets.
-
-    Args:
-        job: the base job.
-        name: of the argument: `--lr`, or `lr=`.
-        place: the field of the sweep, for the error.
-
-    Raises:
-        InputError: it is a shell program that uses none of its arguments: all runs would be equal.
-    """
-    if ignores_arguments(job.command or (), job.workdir):
-        raise InputError(
-            "would not reach the program: the shell program of `command` does not use its "
-            "arguments",
-            field=place,
-            value=name,
-            hint="write the program in `command` and its arguments in `args`, or pass them on with "
-            '"$@"; a value that comes from a variable is environment.variables.NAME here',
         )
 
 

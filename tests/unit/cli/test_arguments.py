@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hpml_orchestrator.testing.scheduler import FakeScheduler
@@ -62,30 +60,3 @@ def test_what_cannot_be_an_argument_is_refused(
     job = shell.job(command=["echo"])
     words = [job if word == "JOB" else word for word in line.split()]
     assert hpml(*words).refuses(2, message, hint)
-
-
-@pytest.mark.parametrize(
-    ("command", "passes"),
-    [
-        (["bash", "-c", "python train.py"], False),
-        (["/bin/sh", "-c", "python train.py > $HOME/log"], False),
-        (["bash", "-l", "-c", "python train.py $PORT"], False),
-        (["bash", "-ec", "python train.py"], False),
-        (["bash", "-c", 'python train.py "$@"', "bash"], True),
-        (["bash", "-c", "python train.py $*", "bash"], True),
-        (["bash", "-c", "python train.py ${1}"], True),
-        (["bash", "train.sh"], True),
-        (["python", "-c", "print(1)"], True),
-        (["env", "python", "train.py"], True),
-    ],
-)
-def test_a_shell_line_that_ignores_them_is_refused(
-    shell: Shell, hpml: Hpml, command: list[Any], passes: bool
-) -> None:
-    """The error has the remedy; programs and lines that use their arguments get them."""
-    job = shell.job("line", command=command)
-    ended = hpml("render", job, "--local", "--", "--epochs=3")
-    if passes:
-        assert (ended.code, "--epochs=3" in ended.out) == (0, True)
-    else:
-        assert ended.refuses(2, "arguments after --: the program does not receive them", '"$@"')
