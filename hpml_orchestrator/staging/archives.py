@@ -48,10 +48,10 @@ _NANO = 1_000_000_000
 _MOST_DIGITS = 20
 _EXTENSIONS = b"xgXLK"
 _LARGEST_EXTENSION_BYTES = 16 << 20
-"""Names and attributes are small: a larger extension is an attempt to eat memory."""
-_GLOBAL_BYTES = 1 << 20  # those for all members that follow are kept in memory
+"""Names and attributes are small: a larger extension is an attempt to exhaust memory."""
+_GLOBAL_BYTES = 1 << 20  # tarfile keeps global headers in memory
 _ROWS_AT_ONCE = 10_000
-_MANY_BYTES = 64 << 20  # of shards, from where on workers read their headers
+_MANY_BYTES = 64 << 20  # with more in all shards, forked workers read the headers
 _NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 13, 1 << 17
 
 
@@ -125,6 +125,8 @@ class TarSource:
                 if self._judge(row, members):
                     self._starts.append(row[5])
                     self._which.append(number)
+                # The rest cannot fit, so do not read it. `at_least` keeps this part of an archive
+                # from ever being published as the whole.
                 if members.total_bytes > self._most_bytes:
                     members.plan.at_least = True
                     return members.plan
@@ -152,6 +154,8 @@ class TarSource:
     def _rows(self, members: Members) -> Iterator[tuple[int, list[Row]]]:
         """Yield what the headers say, archive by archive; of many shards by forked workers."""
         numbers = range(len(self._stamps))
+        # A compressed archive is always one file here, so `_scan` gets its members only in this
+        # process, where it can give up on a bomb while decompressing.
         workers = min(len(os.sched_getaffinity(0)), len(numbers))
         if workers < 2 or sum(stamp.size for stamp in self._stamps) < _MANY_BYTES:  # noqa: PLR2004
             for number in numbers:
@@ -184,7 +188,7 @@ class TarSource:
                 for count, info in enumerate(iter(tar.next, None)):
                     if count >= MOST_MEMBERS:
                         raise StagingError(f"{shown(path)}: holds more than {MOST_MEMBERS} members")
-                    tar.members = []  # type: ignore[attr-defined] # they would all be kept
+                    tar.members = []  # type: ignore[attr-defined] # tarfile keeps every one
                     yield _row(cast("_Info", info))
                     if self.ordered and members is not None and members.total_bytes > most:
                         members.check_bytes(stamp.size)  # what follows is not even read
@@ -197,7 +201,7 @@ class TarSource:
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise not_whole(path, "tar", why(error)) from error  # as bz2 reports damage
+            raise not_whole(path, "tar", why(error)) from error  # bz2 reports damage like this
 
     @contextlib.contextmanager
     def opened(self, number: int, buffer_bytes: int = BLOCK_BYTES) -> Iterator[IO[bytes]]:
@@ -233,6 +237,8 @@ class _TarReader:
 
     def _stream(self, archive: int) -> IO[bytes]:
         mine = self._local
+        # A stream has one position: threads that shared it would move it under one another. Batches
+        # follow the order of the plan, so a thread rarely changes archives.
         if getattr(mine, "archive", None) != archive:
             if not hasattr(mine, "stack"):
                 mine.stack = contextlib.ExitStack()
@@ -275,8 +281,10 @@ class _TarReader:
 
 def _row(info: _Info) -> Row:
     records = info.pax_headers
+    # A float has 53 bits, and nanoseconds since 1970 need 61: parse the text of a pax header
+    # instead.
     mtime_ns = int(info.mtime * _NANO) if "mtime" not in records else _nanoseconds(records["mtime"])
-    if info.size < 0:  # tarfile would go back, and read it for ever
+    if info.size < 0:  # tarfile would seek backwards and loop for ever
         raise EOFError("it holds a member with a negative size")
     if any(key.startswith("GNU.sparse") for key in records):
         info._sparse()  # noqa: SLF001 - of our class
@@ -286,7 +294,7 @@ def _row(info: _Info) -> Row:
 
 
 def _nanoseconds(text: str) -> int:
-    """Return a time of a pax header, decimal seconds, in nanoseconds; 0 for none we know."""
+    """Convert a pax header's decimal seconds to nanoseconds; 0 if they cannot be parsed."""
     sign = -1 if text[:1] == "-" else 1  # before 1970
     whole, _, part = text[sign < 0 :].partition(".")
     if not whole.isdigit() or len(whole) > _MOST_DIGITS or (part and not part.isdigit()):
@@ -295,7 +303,7 @@ def _nanoseconds(text: str) -> int:
 
 
 class _Info(tarfile.TarInfo):
-    """A member as tarfile reads it, without what tarfile believes or keeps too readily."""
+    """A member as tarfile reads it, with the checks that tarfile lacks."""
 
     archive = ""
     kept_bytes = 0  # of extended headers for all members that follow
@@ -311,7 +319,7 @@ class _Info(tarfile.TarInfo):
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if any(buf):  # tarfile would take a damaged header for the end
+            if any(buf):  # tarfile would treat a damaged header as the end of the archive
                 raise tarfile.ReadError(f"a damaged header: {error}") from error
             raise
         if info.type == tarfile.GNUTYPE_SPARSE:
@@ -328,5 +336,5 @@ class _Info(tarfile.TarInfo):
             hint="repack the archive without --sparse",
         )
 
-    # for sparse members tarfile reads lists of any length into memory
+    # tarfile would read the list of holes into memory, however long the archive makes it.
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _sparse

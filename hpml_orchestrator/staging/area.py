@@ -61,12 +61,14 @@ class StoreEntry:
 
     def touch(self) -> None:
         """Record that it is used now."""
-        with contextlib.suppress(OSError):  # a read-only file system: only the order is lost
+        with contextlib.suppress(OSError):  # read-only file system: only the LRU order suffers
             os.utime(self.lease)
 
     def link_from(self, path: str) -> None:
         """Make a path of a job lead to the data, in one step."""
         directory, name = os.path.split(path)
+        # symlink() cannot replace an existing link. Renaming over it can, and a process that opens
+        # the path meanwhile sees either the old data or the new, never nothing.
         temporary = f"{directory}/.{name}.partial-link-{secrets.token_hex(4)}"
         os.symlink(f"../{CACHE}/{os.path.basename(self.path)}/{DATA}", temporary)
         os.rename(temporary, path)
@@ -136,9 +138,13 @@ class JobArea:
                 if not os.path.lexists(self.path):
                     self.store.make(self.path, self.owner())
                 else:
+                    # A later process of the job takes the area over from a dead one. With the dead
+                    # owner's record left in place, the next job would remove the area as stale.
                     owner = self.store.owner_of(self.path)
                     if owner is None or not self.store.is_alive(owner):
                         self.owner().write(f"{self.path}/{OWNER}")
+                # Take the lease before releasing the store's lock: another job that cleans up in
+                # between would find an area that nothing uses.
                 self._lease = _leased(self.path)
         except BaseException:
             with contextlib.suppress(HpmlError):  # a store that was made for nothing is removed
@@ -177,15 +183,17 @@ class JobArea:
             with contextlib.suppress(StagingError):  # a cache that is a link: nothing was put there
                 own = [entry for entry in self.store.entries() if job_of(entry) == self.job_key]
                 trash += map(self.store.retire, own)
+        # Removing many files takes long, so it happens here, without the store's lock: other jobs
+        # start and end meanwhile. Under the lock there are only renames.
         self.store.sweep(*filter(None, trash))
         return True
 
     def remove_stale(self) -> None:
         """Remove what dead jobs of this user left under this base.
 
-        An area stays if its owner lives or cannot be judged, if a process holds its lease, or if it
-        is this one. Of the entries only those go that a killed stager never completed, and those
-        that go with a job which is gone.
+        An area stays if its owner is alive or unknown, if a process holds its lease, or if it is
+        this one. Only two kinds of entries are removed: those that a killed stager left incomplete,
+        and those that belong to a dead job.
         """
         store = self.store
         with store.hold() as there:
@@ -267,6 +275,7 @@ class JobArea:
         self, entry: StoreEntry, fill: Fill | None, retry: Retry, lock: NameLock
     ) -> Manifest | None:
         with as_staging_error(entry.path):
+            # This process holds the entry's lock, so whoever wrote a partial copy is dead.
             for found in os.listdir(entry.path):
                 if found.startswith(PARTIAL):  # its stager did not complete it
                     remove_tree(f"{entry.path}/{found}")
@@ -280,9 +289,9 @@ class JobArea:
         return fill(entry.path, lock)
 
     def _is_sure(self, entry: StoreEntry, retry: Retry) -> bool:
-        """Return whether contents are right: they are read once after the machine has restarted.
+        """Return whether contents are right; the first use after a restart reads them all.
 
-        Names and sizes may outlive a crash that the contents of the last seconds did not.
+        After a crash, names and sizes may be on disk while the last seconds' contents are not.
         """
         made, owner = self.store.owner_of(entry.path), self.owner()
         if made is not None and made.boot_id == owner.boot_id:
@@ -294,7 +303,7 @@ class JobArea:
         return True
 
     def drop(self, key: str) -> None:
-        """Remove the job's own entry, which its name leads to no more; its lock is held."""
+        """Remove the job's own entry, to which its name no longer links; its lock is held."""
         path = f"{self.store.cache}/{key}"
         with self.store.hold() as there:
             trash = self.store.move_aside(path) if there and os.path.lexists(path) else ""
@@ -307,8 +316,11 @@ class JobArea:
         with self.store.hold():
             others = self.store.jobs_using(key, besides=self.job_key)
             alone = not others and try_lock(entry.lease, exclusive=True)
+            # Move the data away only if this job is alone with it: another job may be reading files
+            # that are not damaged, and its ranks must not lose them.
             trash = self.store.move_aside(entry.data) if alone else ""
-            # a refused change of a flock gives up the one that was held
+            # Converting a flock is not atomic: the kernel drops the shared lock first. If the
+            # exclusive one is refused, none is left, and the entry could be evicted.
             fcntl.flock(entry.lease, fcntl.LOCK_SH)
         if trash:
             remove_tree(trash)
@@ -325,6 +337,8 @@ class JobArea:
 
 
 def _leased(directory: str) -> int:
+    # This flock never blocks: leases are only locked exclusively under the store's lock, which the
+    # caller holds.
     lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
     fcntl.flock(lease, fcntl.LOCK_SH)
     return lease

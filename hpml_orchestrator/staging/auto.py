@@ -79,6 +79,8 @@ def stage_chosen(
     try:
         usable = kind_of(request) in {"tree", "file"}
         own = (storage or own_storage)(request.source) if usable else ""
+        # Check the targets first: an archive is scanned only up to the capacity of the largest
+        # usable one.
         refusals = {target: stager.refusal(target) for target in _TARGETS}
         supply = stager.local(request, *[one for one in _TARGETS if not refusals[one]])
         try:
@@ -102,7 +104,7 @@ def _choose(
     *,
     usable: bool,
 ) -> Choice:
-    """Choose the first target that has the data, then the first in which they fit."""
+    """Choose the first target that has a copy, else the first with enough room."""
 
     def choice(target: str, reason: str, why_not: dict[str, str], instead: str) -> Choice:
         others = [one for one in (*_TARGETS, IN_PLACE) if one != target]
@@ -111,6 +113,8 @@ def _choose(
     if own:
         here = f"it is on this node's own {own} already"
         return choice(IN_PLACE, here, {}, here)
+    # Look for a copy at every target before measuring room: a kept copy that fills most of a disk
+    # would otherwise make its own target look too small.
     plan = supply.plan()
     faults = dict(refusals)
     fitting = {}
@@ -163,8 +167,7 @@ def _misfit(need: Need, room: Room) -> str:
 def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") -> str:
     """Return which fast storage of this node holds a path, such as "disk (ext4)"; "" for none.
 
-    File systems that nodes share, those of other machines and of user space, and disks that turn
-    are not fast.
+    Shared and network file systems, FUSE and spinning disks do not count as fast.
 
     Raises:
         OSError: the path is not there.

@@ -1,4 +1,4 @@
-"""Which process a command works for: the job step, script or shell, and not a helper of that.
+"""Find the process that a command works for: the job step, script or shell, never a wrapper.
 
 `data=$(hpml stage …)`, `timeout 600 hpml stage …` and `sh -c "hpml stage …; true"` put a process in
 between that ends with the command. Staged data should last as long as the script, and the ranks of
@@ -25,13 +25,15 @@ _SIGHUP_BIT = 1
 def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
     """Return the process that a process works for.
 
-    In a Slurm job that is the daemon of the step on this node, which is there for all its ranks.
+    In a Slurm job this is the step's daemon on this node, which all ranks have in common.
 
     Args:
         pid: its parent; that of this process when left out.
         proc_root: where to look for processes.
     """
     found = above = os.getppid() if pid is None else pid
+    # All ranks of a step have its daemon among their ancestors, each below a shell of its own.
+    # Taking the daemon gives them one key, so they share one copy.
     while above > 1:
         if _name(above, proc_root).startswith(_STEP):
             return above
@@ -42,22 +44,23 @@ def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
 
 
 def shell_key(pid: int) -> str:
-    """Return the job key of what a shell or batch script stages with `hpml stage`.
+    """Return the job key for data that a shell or batch script stages with `hpml stage`.
 
-    It is the same for everything that a process stages; a later process with its pid has another.
+    A process has one key for everything it stages; a later process with the same pid has another.
     """
     return f"shell-{pid}-{this_owner('', pid).start_ticks}"
 
 
 def _helps(pid: int, above: int, proc_root: str) -> bool:
-    """Say whether a process only helps the one above it, and ends before that."""
+    """Return whether a process only works for its parent and ends before it."""
     if _tool(pid, proc_root) in _WRAPPERS:
         return True
     if _name(pid, proc_root) not in _SHELLS:
         return False
+    # A shell that forks a subshell does not call exec, so both have the same arguments.
     words = _words(pid, proc_root)
     if words and words == _words(above, proc_root):
-        return True  # a subshell: the same program and words
+        return True
     if _tool(above, proc_root) in _RUNNERS:
         return True
     is_command = len(words) > 1 and words[1][:1] == b"-" and words[1][-1:] == b"c"
@@ -66,6 +69,8 @@ def _helps(pid: int, above: int, proc_root: str) -> bool:
 
 def _outlives(pid: int, proc_root: str) -> bool:
     stat = read_stat(pid, proc_root)
+    # A command under `setsid` or `nohup` (SIGHUP ignored) is meant to survive the shell above it:
+    # the data belongs to it, not to that shell.
     if stat is not None and stat.session == pid:
         return True
     for line in _bytes(f"{proc_root}/{pid}/status").splitlines():

@@ -1,18 +1,18 @@
-"""A chain of nodes: the first reads the source, the others write what comes and pass it on.
+"""A chain of nodes: the first reads the source, each other one writes the data and forwards it.
 
-Words go from neighbour to neighbour:
+Messages between neighbours:
 
-    plan      what will be made, and how it is hashed     down, each node passes it on
-    ready     this node and all behind it could begin,    up, once all behind are ready
-              and whether any of them needs the data
-    go        all are ready; whether data comes           down, passed on
-    data      file contents (chunks.py)                   down, passed on
-    end       all data was sent                           down, passed on
+    plan      the copy plan and the hash algorithm        down, forwarded by each node
+    ready     this node and all behind it are ready,      up, once all behind are ready
+              and whether one of them needs the data
+    go        all are ready; whether data follows         down, forwarded
+    data      file contents (chunks.py)                   down, forwarded
+    end       all data was sent                           down, forwarded
     done      digest of the tree                          up, once all behind have the same
-    commit    all have the same: publish                  down, passed on
-    fail      which node ends and why                     both ways, at any time, passed on
+    commit    all have the same digest: publish           down, forwarded
+    fail      which node failed and why                   both ways, at any time, forwarded
 
-A node that ends gives its neighbours the reason, so that all end; none publishes before "commit".
+A node that fails sends its neighbours the reason, so that all end; none publishes before "commit".
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Member(Supply):
         self._listener: Listener | None = None
         self._up: Link | None = None
         self._down: Link | None = None
-        self._said: dict[str, Body] = {}  # by the neighbours: word and body
-        self._later: list[Buffer] = []  # for the node behind, until it has come
+        self._said: dict[str, Body] = {}  # messages received, by their word
+        self._later: list[Buffer] = []  # for the next node, until it has connected
         self._writer: ChunkWriter | None = None
         self._plan: CopyPlan | None = None
         self._is_done = self._is_closed = False
@@ -101,7 +101,7 @@ class _Member(Supply):
         self._beating = threading.Lock()
 
     def _join(self) -> None:
-        """Connect with the neighbours; raises what `_listen` does, or that one did not come."""
+        """Connect with the neighbours; raises as `_listen`, or if one does not appear in time."""
         place = self._place
         if place.index:
             address = own_address(place.interfaces, towards=place.names[0] if place.names else "")
@@ -121,6 +121,9 @@ class _Member(Supply):
                     came.setdefault(one, time.monotonic())
                     if one > place.index:
                         trouble = self._call(card) or trouble
+                # Two limits: agents start minutes apart on a busy cluster, but a neighbour that has
+                # posted its address is up, so failing to reach it means that the network does not
+                # connect them.
                 patience = place.join_seconds if one in came else place.come_seconds
                 if one in self._missing() and time.monotonic() - came.get(one, began) > patience:
                     raise StagingError(
@@ -137,7 +140,7 @@ class _Member(Supply):
         return up + ([index + 1] if not self._place.is_last and self._down is None else [])
 
     def _call(self, card: Mapping[str, Body]) -> str:
-        """Connect to the node behind; returns what went wrong."""
+        """Connect to the next node; returns the error, if any."""
         place, name = self._place, str(card.get("node"))
         address, port = str(card.get("address")), int(card.get("port") or 0)
         try:
@@ -176,20 +179,26 @@ class _Member(Supply):
     def _take(self, link: Link | None, word: str, body: Body, message: bytes) -> None:
         if word == "caller":
             connection, name = body
+            # A neighbour whose greeting was lost connects again; only the first connection counts.
             if self._up is None:
                 self._up = self._link(connection, name or "the node before")
             else:
                 connection.close()
         elif word == "lost":
+            # After "commit", or when nobody needs the data, neighbours leave at their own pace.
             if "commit" not in self._said and self._said.get("go") is not False:
-                raise BrokenLinkError(str(body))  # else it is done, as this node soon is
+                raise BrokenLinkError(str(body))
         elif word == "fail":
             node, reason, hint = body
+            # Pass the reason on before raising: every node then names the one that failed first,
+            # instead of the neighbour that disappeared because of it.
             self._give_reason(self._down if link is self._up else self._up, *body)
             raise PeerFailedError(f"{node}: {reason}", hint=hint)
         else:
             if link is self._up:
                 self._pass_on(message)
+            # Forwarded before it is written here, so the nodes behind write at the same time and
+            # the chain takes as long as its slowest link, not the sum of all.
             if word == "data" and self._writer is not None:
                 self._writer.take(body)
             else:
@@ -207,8 +216,10 @@ class _Member(Supply):
 
     def _beat(self) -> bool:
         """Return whether to stop; raises what `_listen` does, if another node failed."""
+        # All copying threads come through here for each file. One of them at a time reads the
+        # inbox; the others must not wait for it.
         if time.monotonic() >= self._beat_at and self._beating.acquire(blocking=False):
-            try:  # in one of the threads that copy
+            try:
                 self._beat_at = time.monotonic() + _BEAT_SECONDS
                 self._listen()
             finally:
@@ -228,12 +239,14 @@ class _Member(Supply):
             raise
 
     def _known_reason(self, broken: BrokenLinkError) -> StagingError:
+        # A failing node sends its reason and then disconnects. A send of ours may hit the broken
+        # connection before that message has been read, so wait for it a moment.
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end:
             try:
                 self._listen(_POLL_SECONDS)
             except BrokenLinkError:
-                continue  # the same again
+                continue
             except StagingError as error:
                 return error
         return broken
@@ -278,6 +291,8 @@ class Head(_Member):
     ) -> None:
         super().__init__(local.request, place, secret)
         self._local = local
+        # One process: the connection and the lock that keeps messages whole are shared by threads.
+        # Forked workers would garble each other's messages.
         self._options = dataclasses.replace(options, hash=True, processes=1)
 
     @property
@@ -286,7 +301,7 @@ class Head(_Member):
         return self._local.kind
 
     def plan(self) -> CopyPlan:
-        """Look at the source, and pass the plan on; see `Supply`."""
+        """Scan the source and send the plan down the chain; see `Supply`."""
         if self._plan is None:
             with self._failing():
                 self._join()
@@ -299,9 +314,11 @@ class Head(_Member):
     def fill(
         self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
-        """Copy the source; what is read is sent, too. If any node fails, none publishes."""
+        """Copy the source and send it down the chain. If one node fails, none publishes."""
         threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
         with self._failing():
+            # "ready" travels from the last node to this one, and each sends it when it has a place
+            # to write to. So no data moves before every node has found room.
             self._wait_for("ready")
             self._send(self._down, "go", True)
             source = self._sending()
@@ -317,7 +334,7 @@ class Head(_Member):
         return digests
 
     def reuse(self) -> None:
-        """Send the source to the others, if any of them needs it; this node has it already."""
+        """Send the source to the others if one of them needs it; this node has it already."""
         plan = self.plan()
         with self._failing():
             is_needed = bool(self._wait_for("ready"))
@@ -349,6 +366,8 @@ class Head(_Member):
         source.flush()
         digest = tree_digest(Listing.of(plan, digests), hashing())
         self._send(self._down, "end")
+        # Each node compares its own digest with that of the node behind it, so a difference names
+        # the link where the data changed.
         below = self._wait_for("done")
         if below != digest:
             raise StagingError(
@@ -386,7 +405,7 @@ class Follower(_Member):
     def fill(
         self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
-        """Receive all files, write them and pass them on. If any node fails, none publishes."""
+        """Receive, write and forward all files. If one node fails, none publishes."""
         with self._failing():
             fd = os.open(partial_dir, _DIRECTORY)
             try:
@@ -396,7 +415,7 @@ class Follower(_Member):
                 os.close(fd)
 
     def reuse(self) -> None:
-        """Pass on what others need; this node has the data already."""
+        """Forward the data to nodes that need it; this one has it already."""
         plan = self.plan()
         with self._failing():
             self._receive(plan, -1, None, None)
@@ -409,6 +428,8 @@ class Follower(_Member):
         assert how is not None  # noqa: S101 - `plan` has looked
         writer = self._writer = ChunkWriter(plan, fd, how)
         below = not place.is_last and bool(self._wait_for("ready"))
+        # A node that has the data already still takes part: it forwards, and the head must know
+        # whether anybody at all needs the data.
         self._send(self._up, "ready", fd >= 0 or below)
         if not self._wait_for("go"):
             if fd >= 0:
@@ -422,6 +443,7 @@ class Follower(_Member):
                 progress.add(writer.bytes - before[0], len(writer.digests) - before[1])
         if len(writer.digests) < len(plan.files):
             raise StagingError(f"{len(plan.files) - len(writer.digests)} files did not come")
+        # Links last: until all files are written, nothing in the directory can redirect a write.
         if retry is not None:
             make_links(plan, fd, retry)
         digests = [writer.digests[number] for number in range(len(plan.files))]

@@ -1,7 +1,7 @@
-"""File contents on their way through a chain: the end that sends them, and the one that writes.
+"""File contents in a chain: the end that sends them, and the end that writes.
 
-A message is a row of chunks, each of a file: its number, the offset, the length, the bytes. Chunks
-of a file come in order; one with offset 0 begins the file again (a read that was repeated).
+A message is a sequence of chunks: file number, offset, length, bytes. Chunks of a file come in
+order; offset 0 starts the file again (a read that was repeated).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ZEROS = bytes(BLOCK_BYTES)
 
 
 class SendingSource:
-    """A `Source` and its only `SourceReader`: what is read is sent, too.
+    """A `Source` and its only `SourceReader` that sends everything it reads.
 
     Args:
         source: is read.
@@ -58,6 +58,8 @@ class SendingSource:
         at = 0
         for data in self._reader.read(number):
             if len(data):
+                # One lock around both steps: chunks of one file must leave in order, and many small
+                # files share a message, so that a file does not cost a message of its own.
                 with self._lock:
                     self._gathered += _HEAD.pack(number, at, len(data)) + data
                     if len(self._gathered) >= _GATHERED_BYTES:
@@ -107,7 +109,7 @@ class ChunkWriter:
         self.digests: dict[int, bytes] = {}
         self.bytes = 0
         for number, entry in enumerate(plan.files):
-            if not entry.size:  # nothing of it will come
+            if not entry.size:  # no chunk will come for it
                 self._open[number] = _OpenFile(self._create(number, entry), how.new())
                 self._finish(number, entry)
 
@@ -135,6 +137,8 @@ class ChunkWriter:
                 ) from error
 
     def _chunk(self, number: int, entry: TreeEntry, offset: int, data: memoryview) -> None:
+        # The reader repeats a file from the start after a passing read error, so offset 0 discards
+        # the chunks that came before.
         if offset == 0:
             self._forget(number)
             if len(self._open) >= _MOST_OPEN:
@@ -143,7 +147,8 @@ class ChunkWriter:
         file = self._open.get(number)
         if file is None or file.at != offset or offset + len(data) > entry.size:
             raise StagingError(f"chunks of {shown(entry.path)} came out of order")
-        # what is a hole in the source stays one
+        # The sender reads holes as zeros. Skipping the write keeps them holes, which the check
+        # of free space relied on; `stored` says whether the source has any.
         if file.fd >= 0 and (entry.stored == entry.size or data != _ZEROS[: len(data)]):
             at, view = offset, data
             while view:
@@ -158,6 +163,8 @@ class ChunkWriter:
     def _create(self, number: int, entry: TreeEntry) -> int:
         if self._dir_fd < 0:
             return -1
+        # O_EXCL the first time, so that nothing planted in the directory is written through. A
+        # repeated file exists already, made by this writer.
         flags = _AGAIN if number in self._made else CREATE
         self._made.add(number)
         return os.open(entry.path, flags, (entry.mode & 0o777) | 0o600, dir_fd=self._dir_fd)
@@ -165,6 +172,7 @@ class ChunkWriter:
     def _finish(self, number: int, entry: TreeEntry) -> None:
         file = self._open[number]
         if file.fd >= 0:
+            # A hole at the end was never written, so the file does not have its size yet.
             os.ftruncate(file.fd, entry.size)
             os.utime(file.fd, ns=(entry.mtime_ns, entry.mtime_ns))
         self.digests[number] = file.digest.digest()

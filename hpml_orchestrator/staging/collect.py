@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import CopyPlan
 
 INCOMPLETE = ".incomplete"
-"""What the name of results ends with that are not all there."""
+"""Suffix of the name of results from which something is missing."""
 
-_TIME_STEP_NS = 10**9  # of the modification times of some file systems
+_TIME_STEP_NS = 10**9  # some file systems store modification times in whole seconds
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
 
 
 class _Unread(Problems):
-    """Collects what cannot be read; devices, fifos and sockets hold nothing to bring back."""
+    """Collects what cannot be read, except devices, fifos and sockets: they hold no results."""
 
     def add(
         self, path: str, reason: str, cause: BaseException | None = None, *, hint: str = ""
@@ -121,10 +121,7 @@ class _Unread(Problems):
 
 
 def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
-    """Remove what was not finished; returns the number and bytes of the files that were.
-
-    A file gets its time when it is.
-    """
+    """Remove unfinished files; return the number and bytes of the finished ones."""
     files = size = 0
     for entry in plan.files:
         path = f"{partial}/{entry.path}"
@@ -132,6 +129,8 @@ def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
             info = os.lstat(path)
         except OSError:
             continue
+        # The copier sets a file's time last, so one with another time is unfinished even if it has
+        # its full size, as a file with holes has from the start.
         late = abs(info.st_mtime_ns - entry.mtime_ns) >= _TIME_STEP_NS
         if info.st_size != entry.size or late:
             os.unlink(path)

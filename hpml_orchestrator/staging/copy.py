@@ -47,9 +47,9 @@ CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
-_SMALL_FILES = 400  # fewer are copied sooner than workers are there
+_SMALL_FILES = 400  # up to here, this process is done before workers have started
 _SMALL_BYTES = 32 << 20
-_LARGE_BYTES = 64 << 20  # from here on a second thread reads and hashes ahead
+_LARGE_BYTES = 64 << 20  # larger files get a second thread that reads and hashes ahead
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -94,11 +94,13 @@ def copy(
     """
     copier = _Copier(plan, source, target_dir, options, retry, progress)
     problems, threads = copier.problems, copier.processes * copier.threads
+    # With `goes_on`, hard links may lead to files that could not be copied.
     missing = [FileNotFoundError] if options.goes_on else []  # what could not be copied
     target = os.open(target_dir, _DIRECTORY)
     try:
         make_directories(plan, target, retry)
         copier.run()
+        # A reader notices changed files; only a directory's time shows new and removed ones.
         if source.kind in {"tree", "file"}:
             check_directories(plan, retry, problems, threads=threads)
         if not options.goes_on:
@@ -120,6 +122,8 @@ def make_directories(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
 
 def make_links(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
     """Create hard and symbolic links, then set the times of directories, children first."""
+    # Links come after all files, so that no file can be written through one. Times of directories
+    # come last: creating a name in a directory changes its time.
     for hard in plan.hard_links:
         retry.check_stop()
         os.link(hard.first, hard.path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
@@ -137,9 +141,9 @@ def make_links(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
 def check_directories(
     plan: CopyPlan, retry: Retry, problems: Problems, *, threads: int = 1
 ) -> None:
-    """Look at a source's directories again: files that came or went show in their times."""
+    """Check a source's directories again: adding or removing a file changes their times."""
     if not stat.S_ISDIR(plan.top.mode):
-        return  # made up for a single file
+        return  # a single file has no directory of its own
     left = collections.deque([plan.top, *plan.directories])
 
     def check(_thread: int) -> None:
@@ -183,6 +187,8 @@ class _Copier:
         self.threads = 1
         if not source.ordered:
             served = readers_for(plan.source_root)
+            # A compressed stream has one position, so it is read by one thread. Other sources get a
+            # thread for each request that a server should have in flight.
             self.threads = options.threads or -(-served // self.processes)
         self._batches = [FileRange(0, len(plan.files))]
         if not source.ordered:
@@ -191,12 +197,13 @@ class _Copier:
     def _process_count(self) -> int:
         plan, asked = self._plan, self._options.processes
         small = len(plan.files) <= _SMALL_FILES and plan.bytes <= _SMALL_BYTES
+        # Forking workers takes longer than copying a few hundred small files.
         if self._source.ordered or len(plan.files) <= 1 or (small and asked is None):
             return 1
         return max(1, min(asked or len(os.sched_getaffinity(0)), _MOST_PROCESSES))
 
     def run(self) -> None:
-        """Copy all files; what goes wrong with single ones is in `problems`."""
+        """Copy all files; faults of single files go to `problems`."""
         if self.processes == 1:
             left = iter(self._batches)
             lock = threading.Lock()
@@ -211,6 +218,7 @@ class _Copier:
         run_crew(
             self.processes,
             self._work_forked,
+            # The plan is in the workers' memory from the fork, so the queue only carries numbers.
             range(len(self._batches)),
             on_report=lambda word, *values: reports[word](*values),
             heartbeat=self._heartbeat,
@@ -235,7 +243,7 @@ class _Copier:
         def problem(path: str, reason: str, _error: BaseException) -> None:
             tell("problem", path, reason)
 
-        # the parent checks whether to stop, and then kills its workers
+        # Workers need not check whether to stop: the parent does, and kills them.
         retry = self._retry.stopped_by(lambda: False)
         self._work(take_batch, problem, functools.partial(tell, "done"), retry)
 
@@ -247,12 +255,14 @@ class _Copier:
         whole: Retry,
     ) -> None:
         failed: list[BaseException] = []
+        # The first failure of a thread stops the others, which may be in the middle of large files.
         retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
         reader = self._source.reader(self._plan)
         worker = _Worker(self._plan, self._target, self._options, reader, retry, problem)
         rate = self._options.opens_per_second / self.processes
         if rate > 0:
             worker.wait = TokenBucket(rate, check_stop=retry.check_stop).take
+        # What was read from a compressed stream cannot be read again.
         worker.tries_again = not self._source.ordered
 
         def drain(_thread: int) -> None:
@@ -286,7 +296,7 @@ class _Worker:
         self._plan = plan
         self._goes_on = options.goes_on
         self._how: Hashing | None = hashing() if options.hash else None
-        self._faulty = False  # nothing more is copied, only looked at
+        self._faulty = False  # if set, files are only read, to find further faults
         self._reader = reader
         self._retry = retry
         self._problem = problem
@@ -311,6 +321,8 @@ class _Worker:
             before = tally.bytes
             try:
                 try:
+                    # Only after a fault does a file cost a closure and the machinery of `Retry`;
+                    # there may be millions of files.
                     self._file(number, entry, tally, before)
                 except OSError as error:
                     if not self.tries_again or self._faulty:
@@ -322,6 +334,8 @@ class _Worker:
                 self._wrong(entry, str(error), error)
             except OSError as error:
                 tally.bytes = before
+                # A full target fails for all other files as well. Other faults are collected, so
+                # that one run reports all files that need attention.
                 if error.errno in FULL:
                     raise StagingError(
                         f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
@@ -336,12 +350,13 @@ class _Worker:
         self._problem(entry.path, reason, error)
 
     def _file(self, number: int, entry: TreeEntry, tally: Tally, before: int) -> None:
-        """Copy a file, with so many bytes done before; after an error no part of it is left."""
+        """Copy a file; after an error, remove its part and restore the byte count `before`."""
         tally.bytes = before
         if self.wait is not None:
             self.wait()
         pieces = self._reader.read(number)
         data = next(pieces, b"")
+        # Nothing is published after a fault. The rest is still read, to report all faults at once.
         if self._faulty:
             return
         if len(data) == entry.size:
@@ -353,9 +368,9 @@ class _Worker:
     def _whole(
         self, number: int, entry: TreeEntry, data: Buffer, rest: Iterator[Buffer], tally: Tally
     ) -> None:
-        """Write a file that came whole, with as few steps as small files deserve.
+        """Write a file that came in one piece, with as few system calls as possible.
 
-        What a reader checks at the end of a file, it checks when it is asked for the rest.
+        Asking for the rest makes the reader run its checks at the end of the file.
         """
         if self._how is not None:
             digest = self._how.new()
@@ -369,6 +384,8 @@ class _Worker:
                 wrote = os.write(target, data) if size else 0
                 while wrote < size:
                     wrote += os.write(target, memoryview(data)[wrote:])
+                # The time is set last and marks a file as finished; `collect` keeps unfinished
+                # files out by it.
                 if next(rest, None) is not None:
                     raise SourceChangedError
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
@@ -381,13 +398,14 @@ class _Worker:
     def _blocks(
         self, number: int, entry: TreeEntry, pieces: Iterator[Buffer], tally: Tally
     ) -> None:
-        """Write a file block by block; holes stay holes, as was counted."""
+        """Write a file block by block; holes stay holes, as the check of free space assumed."""
         digest = self._how.new() if self._how is not None else None
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
         at = 0
         blocks = self._hashed(entry, digest, pieces)
         try:
             try:
+                # Zeros at the end of a sparse file are not written, so its size must be set first.
                 if entry.stored < entry.size:
                     os.ftruncate(target, entry.size)
                 for data in blocks:
@@ -411,9 +429,10 @@ class _Worker:
     def _hashed(
         self, entry: TreeEntry, digest: Digest | None, pieces: Iterator[Buffer]
     ) -> Generator[Buffer, None, None]:
-        """Yield the pieces of a file and hash them; of a large one while the one before is written.
+        """Yield and hash the pieces of a file; of a large one, a thread reads one piece ahead.
 
-        Copying into the page cache takes about as long as reading from it and hashing.
+        Writing into the page cache takes about as long as reading from it and hashing, so a large
+        file is copied as fast as by `cp`, digest included.
         """
 
         def following() -> Buffer | None:
@@ -430,13 +449,14 @@ class _Worker:
             from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
 
             self._pool = ThreadPoolExecutor()
+        # The reader has two buffers: the thread fills one while the caller writes the other.
         ahead = self._pool.submit(following)
         try:
             while (data := ahead.result()) is not None:
                 ahead = self._pool.submit(following)
                 yield data
         finally:
-            ahead.exception()  # waits: nobody may read when the caller closes the source
+            ahead.exception()  # wait for the thread: the caller closes the source next
 
     @staticmethod
     def _write(target: int, entry: TreeEntry, data: Buffer, at: int) -> None:
@@ -448,7 +468,7 @@ class _Worker:
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Do work in so many threads, this one being number 0; in fewer where there may be no more."""
+    """Run `work` in `count` threads, this one included; in fewer if the job's limit is reached."""
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, count)]
     try:
         with contextlib.suppress(RuntimeError):

@@ -1,7 +1,7 @@
-"""Forked workers that take numbers from a queue, and report what they did and what went wrong.
+"""Forked workers that take numbers from a queue and report results and errors to their parent.
 
-Everything that they need is in memory before the fork. The queue is a pipe that all of them read:
-the kernel hands out each number once, without a word to the parent.
+All their input is in memory before the fork. The queue is a pipe that all of them read: the kernel
+hands out each number once, and the parent is not involved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
     Tell = Callable[..., None]
     Work = Callable[[int, Callable[[], int | None], Tell], None]
-    # called in a worker with its number, what returns the next number or None, and what reports
+    # called in a worker with its number, a function that takes the next number (None at the end),
+    # and a function that reports to the parent
 
 _HEARTBEAT_SECONDS = 0.1
 _REAP_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 _NUMBER = struct.Struct("=i")
 _LENGTH = struct.Struct("=I")
-_NUMBERS_AT_ONCE = 1024  # fits the smallest pipe, a page
+_NUMBERS_AT_ONCE = 1024  # 4 KiB: fits the smallest pipe, and such writes are atomic
 
 
 def run_crew(
@@ -45,7 +46,7 @@ def run_crew(
     on_report: Callable[..., None],
     heartbeat: Callable[[], None],
 ) -> None:
-    """Let forked workers work on numbers until none is left.
+    """Run forked workers on a queue of numbers until it is empty.
 
     Args:
         processes: how many.
@@ -60,6 +61,8 @@ def run_crew(
         OSError: a worker raised it, or there can be no worker.
     """
     queue, feed = os.pipe()
+    # A blocking write could deadlock: workers that wait for room in their report pipes take no
+    # numbers, and this process would not read reports while it waits for room in the queue.
     os.set_blocking(feed, False)
     workers: dict[int, _Worker] = {}
     poll = select.poll()
@@ -75,6 +78,8 @@ def run_crew(
                     given += _feed(feed, numbers[given : given + _NUMBERS_AT_ONCE])
                     if given >= len(numbers):
                         poll.unregister(feed)
+                        # Workers have closed their copy of this end, so closing it ends the queue:
+                        # they read EOF once the numbers are used up.
                         os.close(feed)
                         feed = -1
                 elif not workers[fd].listen(on_report):
@@ -95,7 +100,7 @@ def _hired(processes: int, work: Work, queue: int) -> Iterator[_Worker]:
         except OSError:
             if not number:
                 raise
-            return  # no more processes allowed: those that are there do it all
+            return  # process limit reached: continue with the workers there are
 
 
 def _feed(feed: int, numbers: Sequence[int]) -> int:
@@ -119,13 +124,14 @@ class _Worker:
         self._has_ended = False
         self.line, theirs = os.pipe()
         parent = os.getpid()
-        gc.freeze()  # collecting would copy pages that the worker shares with this process
+        gc.freeze()  # a collection would write to the pages shared with the worker, copying them
         try:
             with warnings.catch_warnings():
-                # newer interpreters warn if other threads run: the child only runs what is here
+                # Newer Pythons warn about forking while threads run, for children that use their
+                # locks. This child only runs the code below.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.process = os.fork()
-            if self.process == 0:  # still frozen: nothing is collected there
+            if self.process == 0:  # still frozen, so the worker never collects those objects
                 _serve(number, work, queue, theirs, parent)
         except OSError:
             os.close(self.line)
@@ -161,7 +167,7 @@ class _Worker:
         if data:
             return True
         status = 0
-        with contextlib.suppress(ChildProcessError):  # another waiter was faster
+        with contextlib.suppress(ChildProcessError):  # something else has reaped it
             status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
         if not self._has_ended:
             how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -172,11 +178,12 @@ class _Worker:
 
 
 def _dismiss(workers: list[_Worker]) -> None:
-    """Kill and reap those that are left; one that hangs in the kernel is given up."""
+    """Kill and reap the remaining workers; give up on one that hangs in the kernel."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process, signal.SIGKILL)
     end = time.monotonic() + _REAP_SECONDS
+    # Kill all before waiting for the first, so that they end at the same time.
     for worker in workers:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(worker.process, os.WNOHANG)[0] == 0 and time.monotonic() < end:
@@ -187,11 +194,14 @@ def _dismiss(workers: list[_Worker]) -> None:
 def _serve(number: int, work: Work, queue: int, line: int, parent: int) -> NoReturn:
     status = 1
     try:
+        # The kernel kills this worker when its parent dies, so no orphan writes into a directory
+        # that the next stager removes. The parent may have died before this call, hence the check
+        # after it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         if os.getppid() == parent:
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(name, signal.SIG_IGN)  # the parent gets it too, and ends the workers
+                signal.signal(name, signal.SIG_IGN)  # the parent gets it too and kills the workers
             gc.disable()
             _close_others(line, queue)
             tell = _Line(line)
@@ -216,11 +226,13 @@ def _take(queue: int) -> int | None:
 
 
 def _close_others(*keep: int) -> None:
-    """Close what the parent has open: a lock must be free when the parent is gone."""
+    """Close the parent's descriptors: its locks must be free as soon as it is gone."""
     at = 3
     for fd in sorted(keep):
         os.closerange(at, fd)
         at = fd + 1
+    # `closerange` up to the limit of open files could take a million calls on some systems; /proc
+    # lists what is open.
     os.closerange(at, max(at, *map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
@@ -237,6 +249,7 @@ class _Line:
     def send(self, word: str, *values: Any) -> None:
         data = marshal.dumps((word, *values))
         view = memoryview(_LENGTH.pack(len(data)) + data)
+        # Threads of one worker share the pipe, and a long report takes several writes.
         with self._lock:
             while view:
                 view = view[os.write(self._fd, view) :]

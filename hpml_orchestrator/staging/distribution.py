@@ -1,4 +1,4 @@
-"""The ways to bring data to all nodes of a job: their times, which is best, and its `Supply`.
+"""The two ways to bring data to all nodes of a job: a model of their times, and the choice.
 
 The model is described in docs/staging-correctness.md, "How `auto` chooses".
 """
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
-"""What a node of the chain takes before it passes on: the buffer of a relay."""
+"""How much a node of the chain buffers before it forwards."""
 
 _START_SECONDS = 0.5
-"""Time until the first byte of a chain: the nodes find one another."""
+"""Time until a chain's first byte: the nodes have to find one another."""
 
 _OPENS_AT_ONCE = 64  # of one node
 _OPEN_SECONDS = 1e-3  # at a metadata server that others use, too
 
 _WORTH = 0.9
-"""A chain is chosen when it takes at most so much of the time of `shared`."""
+"""`chain` must take at most this part of the time of `shared` to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way, the reason as a sentence to print, and the seconds of all ways by the model."""
+    """The chosen method, a sentence with the reason, and the predicted seconds of all methods."""
 
     method: str
     reason: str
@@ -75,7 +75,7 @@ class Strategy:
 
 
 def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) -> float:
-    """Return how many seconds a way takes by the model.
+    """Return the seconds that the model predicts for a method.
 
     Args:
         method: one of METHODS.
@@ -88,6 +88,7 @@ def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) 
     disk, metadata = rates.disk_rate or 2e9, rates.metadata_rate or 20_000.0
     one_node = _OPENS_AT_ONCE / _OPEN_SECONDS
     if method == "shared":
+        # The server is the limit with many nodes; with few, each waits for its own round trips.
         opens = files * nodes / min(metadata, nodes * one_node)
         return max(size * nodes / shared, size / min(link, disk)) + opens
     opens = files / min(metadata, one_node)
@@ -98,7 +99,7 @@ def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) 
 def choose(
     *, size: int, files: int, nodes: int, rates: Rates | None = None, wanted: str = "auto"
 ) -> Strategy:
-    """Choose how the data comes to all nodes.
+    """Choose how all nodes get the data.
 
     Args:
         size: bytes of the data.
@@ -146,7 +147,7 @@ def supply_for(
     rates: Rates | None = None,
     report: Callable[[str], object] = _print,
 ) -> Supply:
-    """Return what brings the data of a request to this node; called on all nodes alike.
+    """Return the `Supply` of a request for this node; every node of the job calls this.
 
     Args:
         request: what is staged; the same on all nodes.
@@ -176,6 +177,8 @@ def supply_for(
     asked = method
     try:
         if asked != "shared":
+            # Announce this node before reading the source, which may take minutes: once it is
+            # there, the others wait for its choice without a limit.
             place.post("0", node=place.node)
         source = _open(request, Retry(time.sleep, place.should_stop), most_bytes, reading)
         supply = LocalSupply(request, source, options_of_all or reading)
@@ -186,6 +189,7 @@ def supply_for(
             place.post(START, method=method, secret=secret.hex())
     except BaseException as error:
         if asked != "shared":
+            # Without this the others would wait for a record that never comes.
             place.refuse(error)
         raise
     return Head(supply, place, secret, reading) if method == "chain" else supply
@@ -207,7 +211,7 @@ def _decide(
     rates: Rates | None,
     report: Callable[[str], object],
 ) -> str:
-    """Choose a way for what was found at the source."""
+    """Choose a method by the size of the source."""
     choice = choose(
         size=_source_bytes(request, plan),
         files=len(plan.files) if kind_of(request) == "tree" else 1,

@@ -25,7 +25,7 @@ UNREADABLE = "ask its owner for access"
 NO_ROOM_LEFT = "something else took the room that was free before; choose another target"
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
-_DELAYS = 6
+_DELAYS = 6  # 6.3 s in all
 _GIVEN_UP_SECONDS = 60.0
 
 
@@ -50,7 +50,7 @@ def shown(path: str) -> str:
 
 
 def brief(path: str) -> str:
-    """Return a path for a message, the middle of an absurd one left out."""
+    """Return a path for a message, with the middle of an extremely long one left out."""
     text = shown(path)
     if len(text) <= _PATH_CHARACTERS:
         return text
@@ -82,10 +82,7 @@ def is_directory(path: str) -> bool:
 
 
 def request_error(name: str, source: str, error: BaseException) -> BaseException:
-    """Return the error of a request that an error of the system, or of a record, becomes.
-
-    Any other error stays what it is.
-    """
+    """Convert an OSError or a record's error to one about the request; return others unchanged."""
     if isinstance(error, (StagingError, InputError)):
         return error
     if isinstance(error, HpmlError):
@@ -103,8 +100,8 @@ def request_error(name: str, source: str, error: BaseException) -> BaseException
 class Retry:
     """Retries after faults that may pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
 
-    After a fault that did not pass, others are not retried for a minute: a failing disk has many of
-    them, and the copy is lost.
+    If a fault does not pass, no other is retried for a minute: a failing disk causes many of them,
+    and the copy is lost in any case.
     """
 
     def __init__(
@@ -136,6 +133,8 @@ class Retry:
         """Retry after the first fault of a call; raises it if it is not one that may pass."""
         delay = _FIRST_DELAY_SECONDS
         for _ in range(_DELAYS):
+            # After one fault that lasted for all retries, the next ones fail at once: 6.3 s for
+            # each of a thousand unreadable files would keep the job waiting for hours.
             if fault.errno not in TRANSIENT or time.monotonic() < self._given_up:
                 raise fault
             self.check_stop()
@@ -160,7 +159,7 @@ _HINTS = {
     os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
     str(SourceChangedError()): _WRITTEN,
 }
-"""Hints by the reason of a fault, which is all that workers in other processes report."""
+"""Hints by the text of a fault: workers in other processes report nothing but the text."""
 
 
 class Problems:

@@ -29,9 +29,11 @@ _TEXT_BYTES = 4096
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
-    """Take a flock without waiting; False if another process holds it."""
+    """Try to take a flock; False if another process holds it."""
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
+        # flock, because the kernel releases it however its holder dies: no lock is ever stale. It
+        # works on the node's own file systems only, and staging takes no other.
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -108,6 +110,7 @@ class NameLock:
                 if waited % _POLLS_PER_REPORT == 0:
                     self._report_holder()
                 self._retry.sleep(_POLL_SECONDS)
+            # The progress in the file is the previous holder's.
             os.ftruncate(self._fd, 0)
         except BaseException:
             unlock(self._fd)
@@ -116,6 +119,8 @@ class NameLock:
 
     def tell(self, done: int, files: int, bytes_total: int, files_total: int) -> None:
         """Leave the progress for the processes that wait."""
+        # Waiting processes read while this writes. The trailing space ends the last number even if
+        # digits of a longer text still follow it; those go with the truncation.
         data = f"{done} {files} {bytes_total} {files_total} ".encode()
         with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
             os.pwrite(self._fd, data, 0)
@@ -143,10 +148,10 @@ def remove_tree(path: str) -> None:
     for _ in range(_ATTEMPTS):
         try:
             _remove(path)
-        except PermissionError:  # a job may have taken its own right to write
+        except PermissionError:  # a job may have made its directories read-only
             _open_up(path)
         except OSError:
-            continue  # a process still wrote into it
+            continue  # a process was still creating files in it
         else:
             return
     _remove(path)

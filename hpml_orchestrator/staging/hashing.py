@@ -70,6 +70,8 @@ def _xxhash() -> ModuleType | None:
         return importlib.import_module("xxhash")
     except ImportError:
         pass
+    # The agent runs with -S, so sys.path has no site-packages. Only this one package is loaded from
+    # there: the rest of the user's environment stays out of the agent.
     prefix = os.path.dirname(os.path.dirname(sys.executable))
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     places = [f"{prefix}/{lib}/{version}/site-packages" for lib in ("lib", "lib64")]
@@ -77,6 +79,7 @@ def _xxhash() -> ModuleType | None:
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as the import system does: the package imports its own parts.
     sys.modules["xxhash"] = module
     try:
         spec.loader.exec_module(module)

@@ -20,7 +20,7 @@ _OWN = ("local.dir", "shm.dir")
 
 @dataclass(frozen=True)
 class StoredData:
-    """One thing that is staged, or was being staged.
+    """One staged tree, complete or not.
 
     Attributes:
         base: directory on the node that its store is in.
@@ -98,7 +98,7 @@ def clean(
 ) -> Cleaned:
     """Remove what dead jobs left and kept data that was never completed or is damaged.
 
-    What is in use stays in any case, and so does what belongs to others.
+    Data in use and data of other users are never removed.
 
     Args:
         bases: where to look.
@@ -126,7 +126,9 @@ def _clean(
         groups = store.groups() if there else []
     for group in groups:
         directory, retired = group[0], list[str]()
-        # without the lock: others need not wait for it
+
+        # Comparing a large tree with its manifest takes long, and jobs that start need the lock. So
+        # this happens without it, and everything that decides is checked again under it.
         staged = [one for path in group for one in _look(store, path)]
         is_good = any(one.state == "ok" for one in staged)
         with store.hold() as there:
@@ -188,7 +190,7 @@ def _look(store: NodeStore, directory: str, used_by: str = "") -> list[StoredDat
     for name in names:
         path = f"{directory}/{name}"
         if name.startswith(PARTIAL) or not (name.startswith(".") or os.path.islink(path)):
-            # a job's own data are shown by its name for them
+            # Show a job's own data under the path that the job uses.
             path = link if job and name == DATA and linked_key(link) == key else path
             found.append(_described(replace(common, path=path, name=common.name or name)))
     return found

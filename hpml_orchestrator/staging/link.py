@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.hashing import Buffer
 
     Inbox = queue.Queue[tuple[object, str, object, bytes]]
-    # of (link, word, body, message as it came): "data" has file contents, "lost" the reason why
-    # nothing more comes, and "caller" the connection and name of the node before
+    # of (link, word, body, raw message): the body of "data" is file contents, of "lost" the reason
+    # why the link ended, of "caller" the connection and name of the previous node
 
 START = "start"
 """The first node's record: the method, and of a chain the secret."""
@@ -115,7 +115,7 @@ class ChainPosition:
     def read(self, what: str) -> dict[str, object] | None:
         """Return a record; None until it is there."""
         with contextlib.suppress(OSError):
-            # NFS caches "no such file" for up to a minute, until the directory is opened
+            # NFS caches that a file is missing for up to a minute; opening the directory ends that.
             os.close(os.open(os.path.dirname(self.path), _DIRECTORY))
         try:
             found = json.loads(read_text(f"{self.path}.{what}"))
@@ -135,7 +135,7 @@ class ChainPosition:
         while (found := self.read(START)) is None:
             if self.should_stop():
                 raise StagingStopped
-            # once it has come it may look at the source for long: the job ends if its agent does
+            # Reading the source may take it long. If its agent dies, the job ends anyway.
             if time.monotonic() > end and self.read("0") is None:
                 within = f"within {self.come_seconds:.0f} s"
                 raise StagingError(f"{self.name_of(0)} did not come {within}")
@@ -150,13 +150,13 @@ class ChainPosition:
         self.post(START, error=told, hint=str(getattr(error, "hint", "")))
 
     def remove(self, what: str) -> None:
-        """Remove a record; not the directory, where another node may be about to post one."""
+        """Remove a record, but not the directory: another node may be about to post one there."""
         with contextlib.suppress(OSError):
             os.unlink(f"{self.path}.{what}")
 
 
 def growing_pauses() -> Iterator[float]:
-    """Yield longer and longer pauses: all nodes look into one directory."""
+    """Yield growing pauses, since all nodes poll one directory of the shared file system."""
     pause = 0.02
     while True:
         yield pause
@@ -164,7 +164,7 @@ def growing_pauses() -> Iterator[float]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a node ends, for the others."""
+    """Return the reason that the other nodes get for an error of this one."""
     if isinstance(error, StagingStopped):
         return "was stopped"
     return str(error) or type(error).__name__
@@ -197,7 +197,7 @@ def connect(
 
 
 class Listener:
-    """Accepts the connection of the node before; others that connect do not delay it.
+    """Accepts the connection of the previous node; other callers cannot delay it.
 
     Args:
         address: to listen at, and at no other.
@@ -223,8 +223,10 @@ class Listener:
 
     def _serve(self) -> None:
         while self._is_open:
-            with contextlib.suppress(OSError, RuntimeError):  # no thread left: it connects again
+            with contextlib.suppress(OSError, RuntimeError):  # no more threads: the caller retries
                 sock, _ = self._socket.accept()
+                # A thread for each caller: one that connects and stays silent must not keep the
+                # neighbour out.
                 threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
         self._socket.close()
 
@@ -247,15 +249,19 @@ class Listener:
 def _connection(sock: socket.socket, timeout: float) -> Connection:
     sock.settimeout(None)
     limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
+    # `Connection` reads and writes the bare descriptor, which Python's own timeouts do not cover.
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, limit)
+    # Short control messages would otherwise wait until the neighbour acknowledges earlier data.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # later than the silence that `Link` notices and reports with the name
+    # Longer than the silence after which `Link` reports the neighbour by its name.
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(timeout * 3000))
     return Connection(sock.detach())
 
 
 def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) -> None:
+    # A new nonce from each end makes a recorded proof worthless. The role in the digest stops a
+    # stranger from sending our own proof back to us.
     ours = secrets.token_bytes(_DIGEST_BYTES)
     connection.send_bytes(ours)
     other = connection.recv_bytes(_DIGEST_BYTES)
@@ -268,8 +274,8 @@ def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) ->
 class Link:
     """The connection to a neighbour.
 
-    One thread reads; another sends signs of life, whatever else this process is busy with, so
-    silence means that the neighbour hangs.
+    One thread reads. Another sends heartbeats however busy the process is, so a silent neighbour
+    hangs.
 
     Args:
         connection: to the neighbour.
@@ -335,6 +341,8 @@ class Link:
         began = time.monotonic()
         while not self._connection.poll(self._timeout):
             now = time.monotonic()
+            # If `poll` took longer than its timeout, this process was stopped, for example with its
+            # whole job. Then silence means nothing, and the neighbour gets a full timeout again.
             if now - began < self._timeout + _SUSPENDED_SECONDS:
                 raise TimeoutError
             began = now
@@ -342,17 +350,23 @@ class Link:
     def _deliver(self, word: str, body: object, message: bytes) -> None:
         while word != "beat" and not self._closed.is_set():
             with contextlib.suppress(queue.Full):
+                # A full inbox stops the reader, TCP then stops the neighbour, and so on up to the
+                # source: a slow disk slows the whole chain down instead of filling this node's
+                # memory.
                 self._inbox.put((self, word, body, message), timeout=_POLL_SECONDS)
                 return
 
     def close(self) -> None:
-        """Close; what was sent still arrives, because what the neighbour still sends is read."""
+        """Close without losing what was sent: keep reading until the neighbour closes, too."""
         self._closed.set()
         with contextlib.suppress(OSError), self._lock:
+            # End only the sending half, through a copy of the descriptor: the reader still uses the
+            # original one.
             sock = socket.socket(fileno=os.dup(self._connection.fileno()))
             with sock:
                 sock.shutdown(socket.SHUT_WR)
-        # closing with something unread would reset the connection, and lose what was sent
+        # Read until the neighbour closes too: closing with unread data resets the connection, and
+        # the neighbour would lose messages that are still under way, such as our reason.
         self._reader.join(_CLOSE_SECONDS)
 
 
@@ -366,6 +380,7 @@ def _unpacked(secret: bytes, message: bytes) -> tuple[str, object]:
     if message[:1] == DATA:
         return "data", memoryview(message)[1:]
     digest, data = message[1 : 1 + _DIGEST_BYTES], message[1 + _DIGEST_BYTES :]
+    # Check before unpickling, which would run any code that a stranger sends.
     if not hmac.compare_digest(digest, hmac.digest(secret, data, "sha256")):
         raise ValueError("another digest")
     word, body = pickle.loads(data)  # noqa: S301 - made by this job
@@ -375,9 +390,8 @@ def _unpacked(secret: bytes, message: bytes) -> tuple[str, object]:
 def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
     """Return the address to listen at.
 
-    That of the first given interface which has one; else that of the host's name, if it is not the
-    loopback; else the one that packets to the other node would leave with; else that
-    of any interface.
+    The first of these that exists: the address of one of the given interfaces, in their order; of
+    the host's name, unless it is the loopback; of the route to the other node; of any interface.
 
     Args:
         interfaces: names of network interfaces, the best first.
@@ -387,6 +401,8 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
         found = interface_address(name)
         if found:
             return found
+    # Debian gives a host's own name the loopback address 127.0.1.1, so names need not help; the
+    # kernel's route to another node then does.
     for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
         if one and not _is_local(one):
             return one

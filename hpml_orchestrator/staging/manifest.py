@@ -1,7 +1,7 @@
-"""What was published, written down so that a later stager can check that it is complete.
+"""The record of published data, by which a later stager checks that it is complete.
 
 A file of two lines of JSON: the manifest, with a BLAKE2b-128 of the second line; and the listing.
-Bytes of names that are not UTF-8 stand as they are; the digests are one row of hexadecimal digits.
+Names that are not UTF-8 keep their bytes; the digests form one string of hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def _sum(body: bytes) -> str:
 def tree_digest(listing: Listing, how: Hashing) -> str:
     """Return the digest of all names, types, sizes, contents and link texts, "" without digests.
 
-    It is the same for a tree however it came: hard links count as the files they are, and modes
-    and times are left out. Hashed are records, sorted by name: name, NUL, type (f, d or l), size
-    in 8 bytes, little-endian, and the file's digest or the link's text and NUL.
+    It does not depend on how the tree was staged: hard links count as files, and modes and times
+    are left out. It is a hash over records sorted by name: name, NUL, type (f, d or l), size in
+    8 bytes (little-endian), and the file's digest, or the link's text and NUL.
     """
     if len(listing.digests) != len(listing.files):
         return ""
@@ -157,6 +157,7 @@ def tree_digest(listing: Listing, how: Hashing) -> str:
         records.append(
             b"%b\0l%b%b\0" % (os.fsencode(name), len(target).to_bytes(8, "little"), target)
         )
+    # Sorted, because a scan, an archive and a pack list the same tree in different orders.
     records.sort()
     whole = how.new()
     whole.update(b"".join(records))
@@ -300,6 +301,7 @@ def verify(
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
     report = VerifyReport(path, files=manifest.files, hashed=how is not None)
     faulty = set()
+    # Names and sizes first: reading files that are known to be damaged would only take time.
     for name, fault in verify_tree(path, manifest):
         report.add(name, fault)
         faulty.add(name)
@@ -318,7 +320,8 @@ def _mark(path: str, *, damaged: bool) -> None:
     with contextlib.suppress(OSError):
         if not damaged:
             os.unlink(mark)
-        elif os.stat(os.path.dirname(mark)).st_uid == os.geteuid():  # else root's, in another's
+        # Not if root verifies a user's data: the mark would be root's, in the user's directory.
+        elif os.stat(os.path.dirname(mark)).st_uid == os.geteuid():
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 

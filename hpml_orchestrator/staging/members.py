@@ -1,8 +1,8 @@
 """Builds the plan of an archive from its members, none of which is trusted.
 
-Every kind of archive goes through here: names that are absolute, climb out, hold a NUL or come
-twice, members below a file or a link, and links that leave the root are refused. What is written
-later is created through a descriptor of the target, and symbolic links are made last.
+All kinds of archives use this. It refuses names that are absolute, lead out, contain a NUL or occur
+twice, members below a file or a link, and links that leave the root. Files are later created
+relative to a descriptor of the target, and symbolic links are made last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpml_orchestrator.staging.plan import (
 MOST_MEMBERS = 10_000_000
 _HARMLESS_BYTES = 512 << 20
 _HONEST_RATIO = 250
-"""Text becomes a tenth, masks of labels a hundredth; gzip makes 1/1030 of zeros, zstd 1/30000."""
+"""Text shrinks to a tenth, label masks to a hundredth; zeros to 1/1030 (gzip) or 1/30000 (zstd)."""
 
 _LATEST_NS = (1 << 34) * 1_000_000_000
 _FILE, _DIRECTORY, _LINK = 1, 2, 3
@@ -138,7 +138,8 @@ class Members:
     def hard_link(self, name: str, target: str) -> None:
         """Plan a further name of a file or symbolic link that came before.
 
-        tar writes those of a symbolic link so too; a link of the same text is made, as of a tree.
+        tar stores further names of a symbolic link in the same way; they become links with the
+        same text, as when a tree is copied.
         """
         try:
             path = self._new(name)
@@ -159,6 +160,7 @@ class Members:
         self.problems.add(name, reason)
 
     def _new(self, name: str) -> str:
+        # Most of the millions of names in an archive need no cleaning, so test for that first.
         path = name if is_plain(name) else plain_name(name)
         if path in self._kinds:
             raise RefusedError("is in the archive twice", _TWICE)
@@ -181,6 +183,7 @@ class Members:
             for name in reversed(missing):
                 self._add_directory(TreeEntry(name, 0o755, self.plan.top.mtime_ns))
         self._check_directory(parent)
+        # Members of one directory usually follow each other, so its parents are checked once.
         self._parent = parent
 
     def _check_directory(self, path: str) -> None:
@@ -205,7 +208,7 @@ def honest_bytes(packed: int) -> int:
 
 
 def is_plain(name: str) -> bool:
-    """Say whether a name surely needs no cleaning; hidden files count as doubtful."""
+    """Return whether a name certainly needs no cleaning; names of hidden files may be clean too."""
     return (
         "/." not in name
         and "//" not in name

@@ -127,8 +127,8 @@ class CopyPlan:
 
         Args:
             block_bytes: files take a multiple of this.
-            inode_bytes: what each file, directory and link takes by itself; not 0 where memory is
-                what limits, which the stager itself then takes from, too.
+            inode_bytes: kernel memory of each file, directory and link. If it is not 0, memory is
+                the limit, and the stager's own memory counts as well.
         """
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
@@ -156,10 +156,9 @@ def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], colum
 
 
 class _Looker:
-    """Lists directories below a root and looks at what is in them.
+    """Lists directories below a root, with the status of each entry.
 
-    On a file system that is served to this node many threads do it, as each call waits for the
-    server.
+    On a network file system many threads do so, because each call waits for the server.
     """
 
     def __init__(self, root: str, retry: Retry, rate: float) -> None:
@@ -175,6 +174,7 @@ class _Looker:
             if isinstance(names, str):
                 parts.append((directory, names))
                 continue
+            # Parts, so that several threads share a directory of a million files.
             each = range(0, len(names), _NAMES_AT_ONCE)
             parts += [(directory, names[at : at + _NAMES_AT_ONCE]) for at in each]
         for (directory, _), rows in zip(parts, self._map(self._rows, parts)):
@@ -209,6 +209,8 @@ class _Looker:
         full = f"{self._root}/{directory}/" if directory else f"{self._root}/"
         for name in names:
             try:
+                # Try without `Retry` first: its closure would slow down the scan of millions of
+                # files.
                 rows.append((name, os.lstat(full + name), ""))
             except OSError:
                 try:
@@ -277,6 +279,7 @@ def scan_tree(
                     continue
                 mode = found.st_mode
                 kind = mode & _S_IFMT
+                # The common case has a short path of its own; the rest is in `_add`.
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
                     size, inode = found.st_size, found.st_ino
                     plan.files.append(TreeEntry(path, mode, found.st_mtime_ns, size, size, inode))
@@ -359,19 +362,21 @@ def data_ranges(fd: int, size: int) -> list[tuple[int, int]]:
                 break
             if error.errno != errno.EINVAL:
                 raise
+            # The file system does not report holes: treat the file as data throughout.
             return [(0, size)]
         ranges.append((start, min(end, size)))
     return ranges
 
 
 def has_holes(info: os.stat_result) -> bool:
-    """Say whether a file takes less than its size; compressing file systems say so too."""
+    """Return whether a file occupies less than its size; true also of compressed files."""
     return info.st_blocks * _STAT_BLOCK_BYTES < info.st_size
 
 
 def _file_entry(path: str, full: str, info: os.stat_result) -> TreeEntry:
     stored = info.st_size
     if has_holes(info):
+        # O_NONBLOCK: if a fifo took the file's place since `lstat`, opening it must not hang.
         fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             stored = sum(end - start for start, end in data_ranges(fd, info.st_size))

@@ -58,7 +58,7 @@ class CopyProgress:
             self._call()
 
     def finish(self) -> None:
-        """Tell the final figures."""
+        """Report the final figures."""
         with self._lock:
             self._call()
 
@@ -80,8 +80,8 @@ def share_out(files: Sequence[TreeEntry], workers: int, *, streams: int = 1) -> 
     Args:
         files: of the plan.
         workers: how many will work at most.
-        streams: processes, which are kept in different parts of the tree: creating files in one
-            directory makes them wait for each other.
+        streams: processes. Each works in a different part of the tree, because processes that
+            create files in one directory wait for each other.
     """
     total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
     most = max(_LEAST_COST_BYTES, total // _MOST_BATCHES)
@@ -96,6 +96,8 @@ def share_out(files: Sequence[TreeEntry], workers: int, *, streams: int = 1) -> 
             first, cost = number + 1, 0
     if first < len(files):
         found.append(FileRange(first, len(files)))
+    # Reorder with a stride: batches that are taken one after the other, and so copied at the same
+    # time, then lie in different parts of the tree.
     each = -(-len(found) // streams)
     return [one for at in range(each) for one in found[at::each]]
 

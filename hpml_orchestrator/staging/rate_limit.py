@@ -22,7 +22,7 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 
 
 class TokenBucket:
-    """Lets through so many calls per second; safe from several threads of one process.
+    """Limits calls to a rate; safe from several threads of one process.
 
     It is the generic cell rate algorithm (ITU-T I.371): one number, the time at which the next
     call would be on schedule. Forked workers have a bucket each, with their share of the rate.
@@ -50,13 +50,14 @@ class TokenBucket:
         self._due = clock()
 
     def take(self, count: float = 1) -> None:
-        """Wait until `count` more calls are on schedule; after a pause, those of 0.2 s at once."""
+        """Wait until `count` more calls are on schedule; a pause saves up 0.2 s worth of calls."""
         if not self.rate or count <= 0:
             return
         with self._lock:
             now = self._clock()
             due = max(self._due, now - _NAP_SECONDS)
             self._due = due + count / self.rate
+        # Wait without the lock: other threads reserve their turns meanwhile, and each sees a stop.
         while (left := due - self._clock()) > 0:
             self._sleep(min(left, _NAP_SECONDS))
             self._check_stop()
@@ -80,9 +81,9 @@ def open_rate(per_node: float, per_job: float, nodes: int) -> float:
 def array_delay(most: float, tasks: int, index: int, salt: str = "") -> float:
     """Return how long a task of an array waits before it reads, in seconds.
 
-    Tasks of an array start in the same moment. Their delays are spread evenly over the window
-    min(most, tasks * SECONDS_PER_TASK) by multiples of the golden ratio, which leave no large gap
-    however many of the tasks there are; the same task always waits the same time.
+    Tasks of an array start at the same moment. Multiples of the golden ratio spread their delays
+    over the window min(most, tasks * SECONDS_PER_TASK) without large gaps, however many tasks
+    there are. The delay of a task is always the same.
 
     Args:
         most: the site's longest delay, seconds; 0 for none.

@@ -194,7 +194,7 @@ def shards_of(directory: str) -> list[str]:
 
 
 def kind_at(source: str, kind: str) -> str:
-    """Return the kind of a source, never "auto", by looking at it.
+    """Return the kind of a source, never "auto"; reads its directory if needed.
 
     Raises:
         InputError: it is not of the given kind, or neither file nor directory.
@@ -218,6 +218,8 @@ def kind_at(source: str, kind: str) -> str:
 
 
 def _is_packed(directory: str) -> bool:
+    # Only `hpml pack` writes this shard. Directories of tar files alone are common as training data
+    # that is read as it is, so they are not unpacked by default.
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
 
 BLOCK_BYTES = 1 << 20
-"""What is read, hashed and written at a time: larger blocks leave the cache of a core."""
+"""How much is read, hashed and written at a time: larger blocks do not fit a core's cache."""
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
@@ -43,7 +43,7 @@ class Source(Protocol):
     ordered: bool
 
     def plan(self) -> CopyPlan:
-        """Look at everything once and say what will be made; nothing is written.
+        """Scan everything once and return what will be made; write nothing.
 
         Raises:
             StagingError: something in it cannot be staged: names the first 20 paths and the count.
@@ -125,7 +125,7 @@ class _TreeReader:
         self._plan = plan
         self._retry = retry
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # the node has its own copy then, and the source's pages would push out those of it
+        # Drop the source's pages: the node will have a copy, whose pages they would push out.
         self._drops = readers_for(plan.source_root) > 1
         self._local = threading.local()
 
@@ -142,7 +142,7 @@ class _TreeReader:
         return os.open(path, _READ, dir_fd=self._top)
 
     def _buffer(self) -> memoryview:
-        """Return one of this thread's two buffers: one may be read into while the other is used."""
+        """Return this thread's next buffer of two: one is filled while the other is written."""
         try:
             buffers: Iterator[memoryview] = self._local.buffers
         except AttributeError:
@@ -156,6 +156,9 @@ class _TreeReader:
         view = self._buffer()[:size]
         fd = self._open(entry)
         try:
+            # One `fstat` after reading is enough for a small file: open, read, stat and close are
+            # all that it costs. If it changed before or during the read, its time or size differs
+            # now.
             got = os.readv(fd, (view,)) if size else 0
             while 0 < got < size:
                 more = os.readv(fd, (view[got:],))
@@ -179,6 +182,8 @@ class _TreeReader:
             if entry.stored < entry.size:
                 ranges = data_ranges(fd, entry.size)
             at = 0
+            # Holes are yielded as zeros without a read: they count in the digest like any other
+            # data.
             for start, stop in [*ranges, (entry.size, entry.size)]:
                 while at < start:
                     yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]

@@ -1,4 +1,4 @@
-"""Room on the node: bytes, inodes, memory limits of cgroups, and what a mount belongs to.
+"""Room on the node: bytes, inodes, memory limits of cgroups, and types of file systems.
 
 Files on a tmpfs count as memory of the job that wrote them, so a job that stages into RAM is
 killed when a limit of any cgroup above it is reached, however empty the tmpfs is.
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
-"""They keep their files in the node's memory."""
+"""File systems whose files are in the node's memory."""
 
 SHARED_TYPES = frozenset(
     "9p afs beegfs beegfs_nodev ceph cifs fhgfs fuse.ceph-fuse fuse.dfuse fuse.glusterfs "
     "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
     "virtiofs wekafs".split()
 )
-"""Nodes share them: nothing is staged to them."""
+"""File systems that nodes share: nothing is staged to them."""
 
 _UNKNOWN_TYPES = frozenset({"", "autofs"})
 
 INODE_BYTES = 1024
-"""Inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
+"""Kernel memory for an inode and a name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
 
 _STAT_BLOCK_BYTES = 512
 _FREE_SPACE = "free space"
@@ -43,7 +43,7 @@ _READERS_OF_A_SERVER = 32
 
 
 def is_served_type(kind: str) -> bool:
-    """Tell whether what is read there comes from outside of the node.
+    """Return whether the data of such a file system come from outside of the node.
 
     >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
     (True, True, False)
@@ -52,7 +52,7 @@ def is_served_type(kind: str) -> bool:
 
 
 def is_own_type(kind: str) -> bool:
-    """Tell whether it is storage of the node itself, read by its kernel.
+    """Return whether such a file system is the node's own storage, read by its kernel.
 
     >>> is_own_type("xfs"), is_own_type("tmpfs"), is_own_type("fuseblk"), is_own_type("9p")
     (True, True, False, False)
@@ -108,6 +108,7 @@ def room_at(
     limit = f"{_FREE_SPACE} of the file system at {path}"
     kind = file_system_type(path, proc_root=proc_root)
     in_memory = kind in MEMORY_TYPES
+    # These report no size at all: only memory limits them.
     if in_memory and figures.f_blocks == 0:
         free = _UNLIMITED  # ramfs, and a tmpfs mounted with size=0
     headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
@@ -144,6 +145,8 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
     real = os.path.realpath(path).rstrip("/") + "/"
     best, longest = "", -1
     for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        # btrfs gives files of a subvolume another device number than mountinfo has. The mount point
+        # that is longest, and of equal ones the last, is then the one that the path is on.
         if mount.device == wanted:
             return mount.kind
         point = mount.point.rstrip("/") + "/"
@@ -153,12 +156,12 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
 
 
 def readers_for(path: str) -> int:
-    """Return how many readers at once are worth it: many where each waits for a server."""
+    """Return how many readers to run at once: many on a network file system, else 1."""
     return _READERS_OF_A_SERVER if is_served_type(file_system_type(path)) else 1
 
 
 def fits(need: Need, room: Room) -> bool:
-    """Say whether a need is met.
+    """Return whether a need is met.
 
     >>> fits(Need(10, 1), Room(10, "", None, 1, False)), fits(Need(1, 2), Room(1, "", 1, 1, False))
     (True, False)
@@ -190,7 +193,7 @@ class DirectoryUsage(NamedTuple):
 
 
 def usage(directory: str) -> DirectoryUsage:
-    """Return what a directory holds and takes; what is removed meanwhile may be missing."""
+    """Return the usage of a directory; files that are removed meanwhile may not count."""
     size = files = taken = 0
     inodes = set()
     for parent, directories, names in os.walk(directory):
@@ -207,7 +210,7 @@ def usage(directory: str) -> DirectoryUsage:
 
 
 def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
-    """Refuse what does not fit.
+    """Raise an error if the data do not fit.
 
     Raises:
         CapacityError: with what is needed and available, what sets the limit, and advice.
@@ -261,8 +264,8 @@ def memory_headroom(
 ) -> Headroom | None:
     """Return the least of limit - used over all ancestors and of the machine's free memory.
 
-    Clean page cache that was not touched lately (`inactive_file` of memory.stat) is taken as free:
-    the kernel drops it before it kills anyone, and pages of a tmpfs are not in it.
+    Page cache that was not used lately (`inactive_file` of memory.stat) counts as free: the kernel
+    drops it before it kills a process. Pages of a tmpfs are not part of it.
 
     Returns:
         None when neither a limit nor /proc/meminfo is known.
@@ -281,6 +284,7 @@ def memory_headroom(
 def _free_bytes(directory: str, files: _Files) -> int | None:
     limit = _number(_text(f"{directory}/{files.limit}"))
     used = _number(_text(f"{directory}/{files.used}"))
+    # The root cgroup has none of these files, and "max" is not a number: both mean no limit.
     if limit is None or used is None or limit >= _NO_LIMIT:
         return None
     cache = 0
@@ -304,8 +308,11 @@ def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
             continue
         mount_root, point = _mount(proc_root, cgroup_root, type_name)
         below = path
+        # In a container only a part of the hierarchy may be mounted; /proc still has the whole
+        # path.
         if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
             below = path[len(mount_root) :]
+        # With a cgroup namespace the path of a process outside of it begins with `..`.
         parts = [part for part in below.split("/") if part not in {"", ".."}]
         result += [("/".join([point, *parts[:n]]), files) for n in range(len(parts), -1, -1)]
     return result

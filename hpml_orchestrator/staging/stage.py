@@ -1,7 +1,7 @@
-"""One request on its way: cache, plan, room, copy, verify, publish.
+"""Stages one request: cache, plan, room, copy, verify, publish.
 
-`CopyStager.stage` goes through these in a line. Data comes by a `Supply`: this node reads the
-source, or the nodes of a chain pass it on.
+`CopyStager.stage` does these in order. A `Supply` brings the data: this node reads the source, or
+the nodes of a chain forward it.
 """
 
 from __future__ import annotations
@@ -112,12 +112,18 @@ class CopyStager:
             area = self.area(request.target)
             if supply is None:
                 supply = self.local(request, request.target)
+            # Two locks, always in this order: the job's for the name, then the store's for the
+            # entry. Ranks and later commands of the job wait at the first one, other jobs at the
+            # second.
             with self._lock_of(supply, area) as lock:
                 if supply.is_collective:
-                    supply.plan()  # see above
+                    supply.plan()  # an exchange between all nodes, those with the data included
                 manifest = self._linked(supply, area)
+                # A link left by an earlier request of this job is the fast way: its data need one
+                # comparison of names and sizes.
                 if manifest is None:
                     manifest = self._obtained(supply, area, lock)
+                # The other nodes of a chain may need the data all the same.
                 if not supply.is_filled:
                     supply.reuse()
         except BaseException as error:
@@ -212,6 +218,8 @@ class CopyStager:
         if request.keep and keys:
             made = keys[-1]
         for key in (*keys, own):
+            # What the name led to before is out of date or damaged, or this point would not be
+            # reached.
             if key == own:
                 self._release(f"{area.store.cache}/{own}")
                 area.drop(own)
@@ -227,6 +235,7 @@ class CopyStager:
         assert obtained is not None  # noqa: S101 - a job always gets its own entry
         entry, manifest = obtained
         try:
+            # The entry is leased and complete before the job's name leads to it.
             entry.link_from(area.path_of(request.name))
         except BaseException:
             entry.release()
@@ -239,13 +248,16 @@ class CopyStager:
 
         The locks carry the progress, for processes that wait.
         """
-        supply.source_key  # noqa: B018 - of the source as planned, whatever happens to it meanwhile
+        supply.source_key  # noqa: B018 - computed now, so that later changes of the source show
         there = self._room(directory)
         need = supply.plan().need(there.block_bytes, there.inode_bytes)
         name, where = supply.request.name, area.store.base
         if need.at_least:  # the plan has only a part of the data, too large already
             check_room(need, replace(there, bytes=0), name=name, where=where)
+        # Kept data goes only now, when the data are known to come, and only if that makes enough
+        # room.
         self._make_room(area, need, directory)
+        # A node of a chain has one try: the data have passed by when it fails.
         for again in (not supply.is_collective, False):
             try:
                 check_room(need, self._room(directory), name=name, where=where)
@@ -253,13 +265,14 @@ class CopyStager:
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
-                # if something else took the room, unused kept data is removed for it, once
+                # Something else may have used up the room since the check. Make more by removing
+                # unused kept data, once.
                 if not again or not self._make_room(area, need, directory):
                     raise
         raise AssertionError
 
     def _make_room(self, area: JobArea, need: Need, directory: str) -> bool:
-        """Remove unused kept data if a need takes it; returns whether any was removed."""
+        """Remove unused kept data if that makes enough room; return whether any was removed."""
         removed = area.store.make_room(need, lambda: self._room(directory))
         self._evicted += removed
         return bool(removed)
@@ -274,11 +287,17 @@ class CopyStager:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
             digests = supply.fill(plan, partial, retry=self._retry, progress=progress)
             manifest = supply.manifest(digests)
+            # The manifest is on disk before the data get their name. A crash in between leaves a
+            # manifest without data, which means nothing; data without a manifest would be removed
+            # as damaged.
             manifest.write(manifest_path(target))
             self._retry.check_stop()
-            with contextlib.suppress(FileNotFoundError):  # of earlier data of that name
+            # The mark of earlier damage goes before the new data appear, or they would count as
+            # damaged.
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(damage_path(target))
             os.rename(partial, target)
+            # The rename itself is on disk only after this.
             fsync_dir(directory)
             progress.finish()
         except BaseException:
@@ -347,7 +366,7 @@ class CopyStager:
             area = self._unopened(target)
             try:
                 area.open()
-            except StagingError:  # kept data may take the very last block
+            except StagingError:  # kept data may occupy the very last block
                 removed = []
                 with contextlib.suppress(HpmlError, OSError):
                     removed = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
@@ -364,7 +383,7 @@ class CopyStager:
         return JobArea(base, self._job_key, owner_pid=self._owner_pid)
 
     def local(self, request: StageRequest, *targets: str) -> LocalSupply:
-        """Return what reads the source of a request, an archive as far as any target could hold it.
+        """Return a supply that reads the source; an archive only as far as a target could hold it.
 
         Raises:
             InputError, StagingError, OSError: as `open_source`.
@@ -387,7 +406,7 @@ class CopyStager:
                 entry.release()
 
     def leave(self) -> None:
-        """End without removing data: it stays while the owner lives; an empty area does not."""
+        """End without removing data, which stays while its owner lives; remove an empty area."""
         self._release()
         for area in self._areas.values():
             with contextlib.suppress(HpmlError):  # an earlier error is the one to report

@@ -1,4 +1,4 @@
-"""A user's directory on a node: the areas of jobs, kept data, leases, and what may be removed.
+"""A user's directory on a node: areas of jobs, kept data, leases, and rules of removal.
 
     {base}/hpml-{uid}/            mode 0700
         .hpml-staging             marker: nothing is removed in a directory without it
@@ -13,14 +13,14 @@
             .data.lock            one stager for this entry at a time
             .data.manifest        what was published
             .data.damaged         `hpml stage verify` found damage
-            .data.partial-*       a copy that is being made, or was when its stager died
+            .data.partial-*       a copy in progress, or one whose stager died
             data/                 the data
         .new-*, .trash-*          a directory before and after its life
 
-The key of an entry that is kept for later jobs is a digest of its source. Data that go with their
-job are in its own entry, with the key {name}@{job_key}. An entry is in use while a process
-holds its lease, and while the area of a job whose owner lives links to it: a shell that staged
-something continues without hpml.
+The key of an entry that is kept for later jobs is a digest of its source. Data that are removed
+with their job are in its own entry, with the key {name}@{job_key}. An entry is in use while a
+process holds its lease, and while the area of a living job links to it: a shell that has staged
+something uses the data without any process of hpml.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class NodeStore:
 
     @contextlib.contextmanager
     def hold(self, *, create: bool = False) -> Iterator[bool]:
-        """Hold the store's lock; yields False, without a lock, if the store does not exist.
+        """Hold the store's lock; yield False, without a lock, if the store does not exist.
 
         Raises:
             StagingError: it cannot be used: a link, another user's, without our marker.
@@ -147,6 +147,7 @@ class NodeStore:
                 if create:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(self.path, 0o700)
+                # Another job may remove the store between these two calls; then make it again.
                 fds = self._lock()
             if fds is None and not create and not os.path.lexists(self.path):
                 yield False
@@ -176,11 +177,13 @@ class NodeStore:
             except FileNotFoundError:
                 return None
             except OSError:
-                with contextlib.suppress(OSError):  # made in vain, or not empty
+                with contextlib.suppress(OSError):  # remove it again, unless it is in use
                     os.rmdir(self.path)
                 raise
             stack.callback(unlock, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # While this process waited for the lock, the holder may have removed the store. This
+            # lock is then on a deleted file and protects nothing.
             if not _same(root, self.path) or not _same(lock, f"{self.path}/{LOCK}"):
                 return None
             self._mark(root)
@@ -193,6 +196,8 @@ class NodeStore:
             raise StagingError(f"{shown(self.path)} belongs to user {info.st_uid}: not used")
         if stat.S_IMODE(info.st_mode) & 0o022:
             raise StagingError(f"{shown(self.path)} can be written by others: not used")
+        # A store that another process has just made may not have its marker yet, only the lock
+        # file. If there is more, the marker may have come since the listing, so look once more.
         names = set(os.listdir(root))
         if MARKER not in names and not names <= {LOCK}:
             try:
@@ -305,6 +310,8 @@ class NodeStore:
 
     def make(self, path: str, owner: Owner) -> None:
         """Make an area or entry, with its owner and lease, in one step."""
+        # Built under another name and renamed: no process ever sees an area or entry without its
+        # owner and lease, and what a crash leaves is recognized by the name.
         new = f"{self.path}/{NEW}{os.path.basename(path)}-{secrets.token_hex(4)}"
         os.mkdir(new, 0o700)
         try:
@@ -319,6 +326,8 @@ class NodeStore:
 
     def retire(self, directory: str) -> str | None:
         """Move an area or entry aside; None if a process holds its lease."""
+        # An exclusive lock on the lease proves that no process uses it. No new one can come
+        # meanwhile: taking a lease needs the store's lock, which the caller holds.
         lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
         try:
             return self.move_aside(directory) if try_lock(lease, exclusive=True) else None
@@ -327,12 +336,14 @@ class NodeStore:
 
     def move_aside(self, path: str) -> str:
         """Rename a path before its removal; returns the new path, for `sweep`."""
+        # A rename is quick whatever the size, so the slow removal needs no lock. After a crash,
+        # `leftovers` finds the rest.
         trash = f"{self.path}/{TRASH}{os.path.basename(path)}-{secrets.token_hex(4)}"
         os.rename(path, trash)
         return trash
 
     def leftovers(self) -> list[str]:
-        """Return what a crash left half made or half removed."""
+        """Return directories that a crash left half made or half removed."""
         names = sorted(os.listdir(self.path))
         return [f"{self.path}/{name}" for name in names if name.startswith((NEW, TRASH))]
 
@@ -351,10 +362,13 @@ class NodeStore:
             with contextlib.suppress(OSError):  # none, or not empty
                 os.rmdir(self.cache)
             if set(os.listdir(self.path)) <= {MARKER, LOCK}:
+                # Marker first: a crash in between leaves an empty directory with a lock file, which
+                # `_check` accepts. A lock file that is gone makes waiting processes start over, see
+                # `_lock`.
                 for name in (MARKER, LOCK):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(f"{self.path}/{name}")
-                with contextlib.suppress(OSError):  # another job came, and takes it over
+                with contextlib.suppress(OSError):  # another job has begun to use it
                     os.rmdir(self.path)
 
     def idle(self) -> list[str]:
@@ -374,6 +388,8 @@ class NodeStore:
             StagingError: it cannot be removed.
         """
         with self.hold() as there:
+            # The list of idle entries was made earlier: a job may have linked to this one, or
+            # removed it.
             if not there or entry not in self.entries():
                 return False
             trash = None if self.jobs_using(os.path.basename(entry)) else self.retire(entry)
@@ -404,14 +420,16 @@ class NodeStore:
         if fits(need, room):
             return []
         idle = self.idle()
+        # All or nothing: data kept for later jobs must not go for a request that fails anyway.
         if not fits(need, room_without(room, idle)):
             return []
         removed = []
         for entry in idle:
             manifest = published_manifest(f"{entry}/{DATA}")
-            with contextlib.suppress(StagingError):  # one that resists must not stop the others
+            with contextlib.suppress(StagingError):  # an entry that cannot be removed stops none
                 if self.remove(entry):
                     removed.append(manifest.source if manifest else os.path.basename(entry))
+            # Measured, not summed up: other jobs write to the same file system meanwhile.
             if fits(need, measure()):
                 break
         return removed

@@ -1,4 +1,4 @@
-"""The bytes of an archive: a file that has to stay what it was, decompressed if need be."""
+"""The bytes of an archive: a file that must not change while it is read, decompressed if needed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stamp(NamedTuple):
 
 
 class ArchiveFile(io.FileIO):
-    """A file that is read with retries, and has to stay what it was.
+    """A file that is read with retries and must not change.
 
     Args:
         path: of the file.
@@ -94,18 +94,19 @@ class ArchiveFile(io.FileIO):
         return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read, and compare the file with what it was.
+        """Read, then check that the file has not changed.
 
         Raises:
             SourceChangedError: it has changed.
         """
         self._retry.check_stop()
+        # Compare after each read: a file that is rewritten would give a mix of two archives.
         count = self._retry(lambda: os.readv(self.fileno(), [buffer]))
         self.check()
         return count
 
     def check(self) -> None:
-        """Compare the open file with what it has to be.
+        """Compare the open file with its stamp.
 
         Raises:
             SourceChangedError: it has changed.
@@ -123,7 +124,7 @@ def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
 def drop_pages(path: str) -> None:
     """Drop the pages of a file on a server from the page cache.
 
-    The node has its own copy of the data then, and the source's pages would push out those of it.
+    The node has a copy of its own by then, and the source's pages would push out those of the copy.
     """
     if readers_for(path) > 1:
         with contextlib.suppress(OSError):
@@ -133,7 +134,7 @@ def drop_pages(path: str) -> None:
 
 
 def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
-    """Return what a compressed file holds; going back begins anew, or is impossible.
+    """Return a stream of the decompressed contents; seeking back restarts it, or is impossible.
 
     Args:
         file: the open file.
@@ -191,6 +192,8 @@ class _Program:
         assert self._process.stdout is not None  # noqa: S101 - given above
         assert self._process.stderr is not None  # noqa: S101
         self._file.check()
+        # A short read is the end of the output. Only then does the exit status tell a complete
+        # archive from one that was cut.
         data = self._process.stdout.read(count)
         self._at += len(data)
         if len(data) < count:

@@ -1,4 +1,4 @@
-"""What brings the data of a request to this node, and the keys by which they are found again."""
+"""The supplies that bring a request's data to this node, and the keys that identify the data."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Supply(ABC):
 
     @abstractmethod
     def reuse(self) -> None:
-        """Do what other nodes need of this one, which has the data already; instead of `fill`."""
+        """Do what other nodes need from this one; called instead of `fill` if it has the data."""
 
     @abstractmethod
     def fail(self, reason: str, hint: str = "") -> None:
@@ -100,7 +100,7 @@ class Supply(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; may be called again, also after errors."""
+        """Release its resources; may be called several times, also after errors."""
 
     @property
     def is_collective(self) -> bool:
@@ -113,8 +113,9 @@ class Supply(ABC):
         return self._key()
 
     def entry_keys(self, *, hashed: bool) -> list[str]:
-        """Return the keys of entries that serve; that of an entry made for this one is last."""
+        """Return the keys of suitable entries; the last is the key of an entry to be made."""
         outside_links = f"outside_links={self.request.outside_links}"
+        # A request without hashing is content with a copy that has digests.
         digests = (True,) if hashed else (True, False)
         return [self._key(outside_links, f"hash={each}") for each in digests]
 
@@ -132,6 +133,7 @@ class Supply(ABC):
         def add(*values: object) -> None:
             for value in values:
                 data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
+                # Length first, so that two different lists of values never form the same bytes.
                 digest.update(b"%d:" % len(data))
                 digest.update(data)
 
@@ -183,7 +185,7 @@ class LocalSupply(Supply):
         return self.source.kind
 
     def plan(self) -> CopyPlan:
-        """Return what was found in the source at the first call."""
+        """Scan the source at the first call; return the same plan later."""
         if self._plan is None:
             self._plan = self.source.plan()
         return self._plan

@@ -73,6 +73,8 @@ class ZipSource:
             with self._opened() as stream:
                 self._archive = zipfile.ZipFile(stream)
                 members.check_count(len(self._archive.infolist()))
+                # In the order of the file, whatever the central directory says: it is read from
+                # front to back.
                 for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
                     self._retry.check_stop()
                     self._take(info, members)
@@ -89,14 +91,15 @@ class ZipSource:
 
     def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
         on_unix = info.create_system in _UNIX_HOSTS
+        # `filename` ends at a NUL, which would hide a name that has to be refused.
         name = info.orig_filename
-        if on_unix and not info.flag_bits & _UTF8:  # zipfile takes these bytes for cp437
+        if on_unix and not info.flag_bits & _UTF8:  # zipfile decodes these bytes as cp437
             name = name.encode("cp437").decode("utf-8", "surrogateescape")
         mode = info.external_attr >> 16 if on_unix else 0
         kind = stat.S_IFMT(mode)
         is_directory = name.endswith("/") or kind == stat.S_IFDIR
         is_directory |= not on_unix and bool(info.external_attr & _DOS_DIRECTORY)
-        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a type is what somebody chose
+        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a file type is intended
         mtime_ns = _mtime(info) * _NANO
         size = info.file_size
         if info.flag_bits & _ENCRYPTED:
@@ -134,6 +137,8 @@ class ZipSource:
 
     def reader(self, plan: CopyPlan) -> SourceReader:  # noqa: ARG002 - the members are known since `plan`
         """Open for reading what `plan` returned: each worker has its own descriptor."""
+        # Planning has closed its descriptor. Each worker opens one of its own: one from before the
+        # fork would share its position with those of the other workers.
         cast("zipfile.ZipFile", self._archive).fp = self._opened()
         return self
 
@@ -150,7 +155,7 @@ class ZipSource:
 
 
 def _mtime(info: zipfile.ZipInfo) -> int:
-    """Return a time in seconds: Info-ZIP's, which is UTC, or that of DOS, which is local."""
+    """Return the time in seconds: Info-ZIP's, in UTC, or else the DOS time, which is local."""
     extra, at = info.extra, 0
     while at + 4 <= len(extra):
         key, length = struct.unpack_from("<2H", extra, at)
