@@ -49,7 +49,7 @@ from hpml_orchestrator.records.run import Attempt
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _CLEAN_SECONDS = 3.0
-"""How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
+"""Seconds before Slurm's SIGKILL at which the last ranks are killed: their data must go, too."""
 _RANK_LOOK_SECONDS = 0.2
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -162,9 +162,10 @@ class Agent:
             if ready and self.options.collect:
                 self._collect()
         finally:
+            # Whatever ended the loop, clean up: data in /dev/shm would outlive the job otherwise.
             hang.remove_pipes(self._attempt, (rank.rank for rank in self._ranks))
             if monitor is not None:
-                monitor.end()  # it ends while the node is cleaned up
+                monitor.end()  # the exporter ends while the data are removed
             self._clean()
             if monitor is not None:
                 monitor.stop()
@@ -201,7 +202,7 @@ class Agent:
     def _make_ready(self, channel: str, monitor: NodeMonitor | None = None) -> bool:
         """Plan, stage everything and write the node's marker; False if that failed."""
         if self._is_over():
-            return True  # the script failed before this agent could receive its signal
+            return True  # the script ended before this agent could handle its signal
         try:
             placed = self._plan(self.options.bind, channel)
             if monitor is not None:
@@ -211,6 +212,8 @@ class Agent:
             make_job_directories(self.options, self._staging.stager)
             stages = self._staging.stage_all()
         except (HpmlError, OSError) as error:
+            # While the job is being ended, staging fails because it is interrupted: no fault of
+            # this node, and a failed marker would keep the run from continuing.
             if self._should_stop():
                 return True
             self._mark(
@@ -229,6 +232,7 @@ class Agent:
             **({"collect": len(self.options.collect)} if self.options.collect else {}),
         }
         events.append(self._log, "ready", node=self.node, **figures)
+        # The marker comes last: as soon as all nodes have one, the script starts the ranks.
         self._is_ready = True
         self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
         return True
@@ -295,10 +299,15 @@ class Agent:
             if self._is_over():
                 if not ranks:
                     return
+                # The script has ended, but its ranks have not. Data in use are not removed under
+                # them, so they get the time that Slurm leaves, and then SIGKILL while this agent
+                # can still clean up.
                 if kill_at == math.inf:
                     kill_at = now + max(1.0, self._rank_grace())
                 if now >= kill_at:
                     kill_families(ranks)  # Slurm's SIGKILL comes next, and would end this agent too
+            # Ranks that are just starting have not recorded themselves yet. So a node that is ready
+            # but has no rank waits for `over`, which the script writes at its end.
             elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
                 self._stop_ranks(now, ranks)  # records why, so that the run can continue
                 return
@@ -307,6 +316,8 @@ class Agent:
             self._record_software()
             if self._over or self._asked_to_end:
                 pause = min(pause, _RANK_LOOK_SECONDS)
+            # Signals and timeouts both end this wait, so a signal takes effect at once although the
+            # file system is checked only every few seconds.
             select.select([self._wake[0]], [], [], max(0.0, pause))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
@@ -325,6 +336,7 @@ class Agent:
         if self._stop is None:
             return self._pass_on_request(now)
         if self._terminated_at < math.inf:
+            # The handler only stores the time: asking Slurm and writing files belong in the loop.
             self._stop.on_sigterm(self._terminated_at)
             self._terminated_at = math.inf
         try:
@@ -347,6 +359,7 @@ class Agent:
             return math.inf
         if now >= self._request_at:
             self._request_at = now + _POLL_SECONDS
+            # All nodes read the same file of the shared file system, hence only every two seconds.
             request = Attempt(self._attempt).stop_request()
             if request is not None:
                 self._channel.ask_to_stop(str(request["reason"]))
@@ -392,7 +405,7 @@ class Agent:
         return pause
 
     def _rank_grace(self) -> float:
-        """The seconds from a job's SIGTERM until its ranks must have ended."""
+        """Return the seconds from a job's SIGTERM until its ranks must have ended."""
         return self._grace / (2 if self.options.collect else 1)  # the other half is for the results
 
     @functools.cached_property

@@ -39,7 +39,7 @@ EXIT_BINDING = 79
 
 _SCHEMA_VERSION = 2
 _COMMAND_CHARS = 1 << 16  # a longer command is not recorded: lines of a record are short
-_OTHERS_SECONDS = 2.0  # so that the other ranks can record theirs before the job ends
+_OTHERS_SECONDS = 2.0  # lets the other ranks record their binding before the job ends
 # Python ignores the first two and the script makes launchers ignore the others. An ignored signal
 # stays ignored across exec, so they are reset for the command.
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2)
@@ -191,8 +191,10 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     cpus = os.sched_getaffinity(0)
     child = None
     if verify != "off":
+        # Loader workers are forked from the rank. They must get its CPUs, too, so ask a real child.
         child, child_problem = _child(cpus)
         problem = problem or child_problem
+    # The start time tells this process from a later one with the same pid.
     stat = read_stat("self")
     record: dict[str, object] = {
         "schema_version": _SCHEMA_VERSION,
@@ -279,6 +281,7 @@ def _set_recorder(stem: str) -> None:
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", stem),
     ):
+        # `setdefault`: what the user sets wins.
         os.environ.setdefault(name, value)
     pipe = f"{stem}{os.environ.get('RANK', '0')}.pipe"
     try:

@@ -59,7 +59,7 @@ RANK_EVENTS = (
 """Events that a rank may report; the run and the node report the others."""
 
 STEP_EVERY_SECONDS = 1.0
-EVENT_WITHIN_SECONDS = 0.1  # events that come together (every rank's rendezvous) are one write
+EVENT_WITHIN_SECONDS = 0.1  # one write for events that come together, as all ranks' rendezvous
 EVENTS_PER_WINDOW = 50  # per rank; no healthy training reports more
 # A week of 8 ranks is 3.4 MB of steps, and at most as much of other events.
 BYTES_PER_GAP = 2500  # counters of 8 to 10 ranks
@@ -154,7 +154,7 @@ def _clean(value: Any, depth: int = 0) -> Any:
 
 
 class _Allowance:
-    """When more may be written: the pause grows with the bytes written and the job's age."""
+    """Limits writing: the pause grows with the bytes written and with the job's age."""
 
     def __init__(self) -> None:
         self.due = self._paid = -math.inf
@@ -164,6 +164,8 @@ class _Allowance:
         """Count bytes as written now, in seconds on the clock of `due`."""
         self._began = now if self._began is None else self._began
         gap = min(max(1.0, GAP_OF_AGE * (now - self._began)), LONGEST_GAP_SECONDS)
+        # Writing BYTES_PER_GAP costs one gap. The gap grows with the job's age, so the file grows
+        # with the logarithm of the time, until the longest gap limits how much a crash can lose.
         self._paid = max(self._paid, now) + gap * size / BYTES_PER_GAP
         self.due = max(self._paid, now + STEP_EVERY_SECONDS)
 
@@ -278,6 +280,8 @@ class ChannelReader:
         poll.register(self._wake[0], select.POLLIN)
         while not self._stopping.is_set():
             poll.poll(self._wait_ms())
+            # A full batch means that ranks send faster than this thread reads. Pausing is safe:
+            # a rank whose socket is full keeps its events for later, and never waits.
             if self._receive() >= BATCH_DATAGRAMS:
                 self._stopping.wait(PAUSE_SECONDS)
             self._write_due(self._monotonic())
@@ -299,6 +303,7 @@ class ChannelReader:
         room = socket.CMSG_SPACE(_UCRED.size)
         for taken in range(BATCH_DATAGRAMS):
             try:
+                # One byte more than allowed, so that a longer datagram shows as truncated.
                 datagram, ancillary, flags, address = self._socket.recvmsg(
                     MAX_DATAGRAM_BYTES + 1, room
                 )
@@ -344,6 +349,8 @@ class ChannelReader:
             raise ValueError("more ranks than a node has")
         seen = self._in_window.setdefault(rank, 0)
         if event.event == "step":
+            # This step ends the warm-up, so it is written at once and never replaced by a later
+            # one.
             if rank not in self._stepping:
                 self._stepping.add(rank)
                 self._hold(event)
@@ -386,6 +393,7 @@ class ChannelReader:
         batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:
             return
+        # Kept steps are older than events that came later; readers expect a node's file in order.
         batch.sort(key=lambda pair: pair[0].time)
         lines = [event.to_json() for event, _ in batch]
         now = self._monotonic()

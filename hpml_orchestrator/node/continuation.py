@@ -69,6 +69,8 @@ def decide(
         channel: whether any rank used the channel.
         progress: for each attempt so far, this one last: whether it made progress.
     """
+    # Never continue against the user's will: neither a cancelled job nor a trial that a search has
+    # given up.
     if options is None or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked in _ASKED:
@@ -83,6 +85,8 @@ def decide(
         return Decision(why=why)
     if len(progress) >= options.attempts:
         return Decision(why=why, stays=f"{options.attempts} attempts are used up")
+    # A run that saves nothing new would start over until its attempts are used up, and waste the
+    # hours of all of them.
     if len(progress) >= _WITHOUT_PROGRESS and not any(progress[-_WITHOUT_PROGRESS:]):
         return Decision(
             why=why,
@@ -121,6 +125,7 @@ def _next_job(records: Attempt) -> str:
     if state == "CANCELLED":
         return "the job was cancelled"
     avoid = nodes_to_avoid(records) if options.avoid_failed_nodes else []
+    # Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever.
     if avoid and not _leaves_enough(avoid):
         _say(f"the next attempt may get {','.join(avoid)} again: its partition has no other nodes")
         avoid = []
@@ -174,14 +179,20 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
     recorded = read_text(submission.directory / "arguments").split("\0")[:-1]
     if recorded[:1] != ["sbatch"]:
         return f"no call of sbatch is recorded in {submission.directory}"
+    # `hpml requeue` on a login node may submit the continuation at the same time. The mark is
+    # created exclusively, so only one of them calls sbatch.
     if not records.mark_start(1, now=time.time()):
         return ""  # another hpml is submitting it, or has done so
     exclude = _excluded(job_id, avoid)
+    # Slurm refuses to exclude a node that it no longer knows. Continuing on a doubtful node is
+    # better than not continuing.
     tries = [exclude, ""] if exclude else [""]
     for left_out in tries:
         arguments = continuation_arguments(
             recorded, after=job_id, exclude=left_out, index=submission.index
         )
+        # sbatch answers into files: if this process is killed meanwhile, the job's id is still on
+        # record.
         out, err = records.directory / "sbatch.out", records.directory / "sbatch.err"
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
             done = subprocess.run(
@@ -250,6 +261,8 @@ def _excluded(job_id: str, avoid: Sequence[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
+    # The variables that the script started with. Its own are changed by modules and environments by
+    # now, and those of this job, such as SLURM_MEM_PER_NODE, must not reach the next one.
     with open(f"/proc/{os.getppid()}/environ", "rb") as stream:
         entries = stream.read().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
@@ -261,6 +274,8 @@ def _environment() -> dict[str, str]:
 
 
 def _patiently(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    # A controller that restarts is away for minutes. The job still runs, so asking again costs
+    # little, and giving up would end the run.
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         done = _command(command)

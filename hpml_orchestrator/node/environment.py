@@ -1,6 +1,7 @@
 """Variables that Slurm and the batch script set on a node.
 
-Every part of a job reads these. The agent's own options are in `options`, which imports `staging`.
+The agent's own options are in `options.py`, apart, because that imports `staging`: the other
+commands of a job's start do without it.
 """
 
 from __future__ import annotations

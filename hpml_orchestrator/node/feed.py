@@ -65,6 +65,8 @@ class _Rank:
         """
         before = self.processes.get(pid, [0.0] * len(values))
         progress = [(old, new) for old, new in zip(before, values[:_PROGRESS]) if old]
+        # Both samples and steps fell: the process has opened a new channel. A single falling
+        # counter is an error of the program, and adding the old value would count it twice.
         if progress and all(new is not None and new < old for old, new in progress):
             self.ended = [sum(pair) for pair in zip(self.ended, before)]
             before = [0.0] * len(values)
@@ -193,6 +195,7 @@ class Feed:
         """Send messages; False if the exporter is gone."""
         for message in messages:
             try:
+                # The agent's loop also stops ranks in time, so it must never wait for an exporter.
                 exporter.send(message, socket.MSG_DONTWAIT)
                 self.sent += 1
             except OSError as error:
@@ -200,7 +203,7 @@ class Feed:
                     exporter.close()
                     return False
                 self.dropped += 1
-                self._news = True  # its queue may have room next time
+                self._news = True  # try again at the next opportunity
         return True
 
     def _messages(self, now: float) -> list[bytes]:

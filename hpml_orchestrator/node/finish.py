@@ -124,6 +124,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     output = _output(directory)
     end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
     records = Attempt(directory)
+    # A crash in Python's own shutdown says nothing about the training, so name it as what it is.
     if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
         end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
@@ -135,13 +136,14 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     misplaced = failed or end.exit_code == BindingError.exit_code
+    # Only where nothing more specific explains the end.
     if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
         end = Ending(BindingError.exit_code, "FAILED", "binding")
     lines, missing = verify_results(records.markers("collected"), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     if missing and end.state == "COMPLETED":
         end = Ending(StagingError.exit_code, "FAILED", "results were not collected")
-    # All agents have ended, so the files that they exchanged are not needed.
+    # All agents have ended. Their rendezvous files hold the secret of the job's chains.
     shutil.rmtree(directory / "chain", ignore_errors=True)
     sys.stdout.write(f"{end.exit_code}\n")
     if future.get("why"):  # launchers print a lot about ranks that were ended
@@ -170,6 +172,8 @@ def _future(
     if reached.step is not None:
         flags.append(best is None or reached.step > best)
     else:
+        # Programs that report no steps make progress if they write to their checkpoint directory.
+        # Compare times of files with each other: this node's clock may differ from the server's.
         began = os.stat(records.directory / "head.json").st_mtime
         directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
         flags.append(bool(directory) and written_since(directory, began))
@@ -215,6 +219,8 @@ def note_signal(attempt: str, name: str) -> int:
 def _output(attempt: Path) -> str:
     """Return the attempt's output, its last MiB at most; empty if the output is not a file."""
     try:
+        # A requeued job appends to the same file: messages of earlier attempts come before this
+        # offset.
         began = int(read_json(attempt / "head.json")["output_bytes"])
         with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -241,6 +247,7 @@ def ending(
     # srun exits with 0 when a node fails, at least up to 22.05
     if status == 0 and not any(cause.startswith("NODE FAILURE") for _, cause in causes):
         return Ending(0, "COMPLETED", "completed")
+    # Slurm's reason comes before a failed rank: ranks that are ended at a time limit fail as well.
     for known, (state, words) in _CAUSES.items():
         if any(cause.startswith(known) for _, cause in causes):
             return Ending(status or 1, state, words)

@@ -56,8 +56,10 @@ class HangWatch:
         if heard != self._heard or not self._limit:
             self._heard, self._since = heard, now
             return 0.0
+        # The agent's loop calls this every two seconds. A longer gap means that the agent itself
+        # did not run, and neither did the ranks.
         if now - before > _PAUSED_SECONDS:
-            self._since += now - before  # the job was suspended, and this agent with it
+            self._since += now - before
         if now - self._since < self._limit or not ranks or not self._peers.stepping:
             return 0.0
         table, stepping = ProcessTable(), self._peers.stepping
@@ -65,6 +67,7 @@ class HangWatch:
         if stepping.isdisjoint(family):
             self._since = now  # those have ended; others may be starting
             return 0.0
+        # A rank in a debugger is silent on purpose.
         if any(status_of(pid).get("TracerPid", "0") != "0" for pid in family):
             self._since = now
             return 0.0
@@ -119,6 +122,7 @@ def _stacks(pid: int, peer: Peer | None) -> str:
         while time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             last, size = size, os.stat(path).st_size
+            # The stacks of all threads take several writes, so wait until the file stops growing.
             if before < size == last:
                 break
         with open(path, "rb") as stream:

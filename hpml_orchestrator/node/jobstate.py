@@ -67,6 +67,7 @@ def ask(environment: Mapping[str, str], run: Run = run_command) -> AllocationSta
     job_id, restarts = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_RESTART_COUNT")
     # SLURM_CLUSTERS would ask another cluster, where the id may be another job's.
     plain = {name: text for name, text in environment.items() if name != "SLURM_CLUSTERS"}
+    # A user may have set another format, even a relative one.
     plain["SLURM_TIME_FORMAT"] = "standard"
     try:
         shown = run(["scontrol", "show", "job", job_id], plain)
@@ -103,6 +104,8 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> AllocationState:
     if state and state not in _ENDING:  # SIGNALING, RESIZING and others are flags of a running job
         return AllocationState("RUNNING", end)
     preempted = fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
+    # The order matters: a job that is preempted or at its time limit may be requeued as well, and
+    # whether the run continues depends on what ended it.
     if reason == "TimeLimit" or state == "TIMEOUT":
         state = "TIMEOUT"
     elif preempted or state == "PREEMPTED":

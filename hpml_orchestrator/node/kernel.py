@@ -67,8 +67,8 @@ def prefer_memory(domain: int) -> str:
 def memory_policy() -> str | None:
     """Return this process's memory policy as the kernel writes it, such as `default` or `prefer:3`.
 
-    None if it cannot be read. The first line of numa_maps shows the policy of the process, since
-    the pages of the interpreter's program file have no separate policy.
+    None if it cannot be read. The first line of numa_maps is the interpreter's program file, which
+    has no policy of its own, so the line shows that of the process.
     """
     try:
         with open("/proc/self/numa_maps", "rb", buffering=0) as stream:
@@ -90,6 +90,7 @@ def child_cpus() -> frozenset[int]:
         try:
             os.write(writer, format_list(os.sched_getaffinity(0)).encode())
         finally:
+            # No clean-up in the child: the buffers and exit handlers are the parent's.
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as stream:

@@ -69,6 +69,7 @@ class NodeMonitor:
 
     def __post_init__(self) -> None:
         """Create the socket for the ranks' counters, before anything is started."""
+        # This socket outlives the exporter: one that is restarted inherits the same end.
         self.feed, self._exporter_feed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.feed.setblocking(False)
         self._thread: threading.Thread | None = None
@@ -125,7 +126,8 @@ class NodeMonitor:
         except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"failed: {type(error).__name__}: {error}")
         finally:
-            targets.withdraw(self.target)  # first, because the agent does not wait long for this
+            # Before the exporter ends: the agent waits only briefly for this thread.
+            targets.withdraw(self.target)
             self._terminate()
 
     def _keep_alive(self) -> None:
@@ -152,6 +154,7 @@ class NodeMonitor:
 
     def _run_once(self, listen: str) -> int:
         """Run one exporter to its end; returns its status."""
+        # Otherwise the address of the previous exporter would be taken for that of the new one.
         self._file("address").unlink(missing_ok=True)
         self._address = ""
         self._process = process = self._launch(listen)

@@ -86,6 +86,8 @@ class Peers:
                 steps, total = data.get("steps_total"), amount(data.get("step_seconds_total"))
                 if isinstance(steps, (int, float)) and total is not None:
                     steps_before, total_before = self._counted.get(pid, (0.0, 0.0))
+                    # Counters are cumulative, so two reports give the mean over the steps in
+                    # between.
                     if steps > steps_before:
                         mean = (total - total_before) / (steps - steps_before)
                         self._slowest = self._slowest.over(Slowest(step=_seconds(mean)))
@@ -120,8 +122,10 @@ class Peers:
                 try:
                     channel.sendto(datagram, peer.address)
                 except BlockingIOError:
-                    continue  # its queue is full, of requests that it has not read
+                    continue  # its queue is full of requests that it has not read yet
                 except OSError:
+                    # The socket is gone, and with it the process. A new one introduces itself with
+                    # a new address.
                     with self._lock, contextlib.suppress(KeyError):
                         self._peers[pid].address = b""
 

@@ -67,6 +67,7 @@ class RankRecords:
                 data = stream.read()
         except OSError:
             return []
+        # A rank may be in the middle of its line; the rest is read at the next call.
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
         records = []
@@ -110,6 +111,7 @@ def catches(pid: int, number: int) -> bool:
 def kill_families(ranks: Collection[StartedRank], number: int = signal.SIGKILL) -> None:
     """Send a signal to live ranks and to all processes that they started."""
     table = ProcessTable()
+    # A pid alone is not enough: the kernel may have given it to another process meanwhile.
     pids = {rank.pid for rank in ranks if table.lives(rank.pid, rank.start_ticks)}
     for pid in pids:
         for stat in table.family(pid, pids - {pid}):

@@ -38,7 +38,7 @@ def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
     for name, base in options.job_directories.items():
         path = f"{stager.area(base).path}/{name}.dir"
         try:
-            if os.path.lexists(path):  # of an attempt that was killed here
+            if os.path.lexists(path):  # left by an attempt that was killed here
                 remove_tree(path)
             os.mkdir(path, 0o700)
         except OSError as error:
@@ -89,6 +89,8 @@ class NodeResults:
     def collect(self, should_stop: Callable[[], bool]) -> None:
         """Copy each result back and record the outcome; an error does not stop the others."""
         retry = Retry(time.sleep, should_stop)
+        # Written before the first copy: if the agent is killed, the record shows what was not
+        # begun.
         self._write()
         for row, (source, _), directory in zip(self._rows, self.entries, self._directories):
             try:
@@ -97,6 +99,8 @@ class NodeResults:
             except OSError as error:
                 found = Collected(problem=f"{shown(directory)}: {why(error)}")
             row.update(dataclasses.asdict(found))
+            # A misspelt source is the usual reason, and the node's directory is about to be
+            # removed: record the names that are there.
             if not found.path:
                 row["beside"] = _names(os.path.dirname(source))
             self._write()
@@ -118,7 +122,7 @@ class NodeResults:
             sys.stderr.write(f"hpml: {self.node}: {line}\n")
 
     def _remove_empty(self, directory: str) -> None:
-        with contextlib.suppress(OSError):  # there is something
+        with contextlib.suppress(OSError):  # not empty
             os.rmdir(directory)
             os.rmdir(os.path.dirname(directory))
 

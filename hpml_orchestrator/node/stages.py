@@ -144,7 +144,7 @@ class NodeStaging:
     def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
         """Return how this node gets an entry that several nodes need."""
         request, limits = entry.request, self.options.site
-        area = self.stager.area(request.target)  # a target that cannot be used is an error at once
+        area = self.stager.area(request.target)  # raises at once if the target cannot be used
         try:
             return supply_for(
                 request,
@@ -160,6 +160,7 @@ class NodeStaging:
                     come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
                 ),
                 most_bytes=capacity_at(area.store.base),
+                # In a chain only the first node reads, so it gets the whole job's share of opens.
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
                 rates=Rates(

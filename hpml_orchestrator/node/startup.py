@@ -68,6 +68,8 @@ def claim(submission: str) -> int:
     run = Run(_run_directory(Path(submission), job_id))
     restart = os.environ.get("SLURM_RESTART_COUNT") or "0"
     array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    # Attempts count on from the last one, not from SLURM_RESTART_COUNT: a continuation is another
+    # job, which starts at 0 again.
     attempts = run.attempts()
     number = attempts[-1].number if attempts else 0
     again = False
@@ -87,11 +89,16 @@ def claim(submission: str) -> int:
         _forget(attempt)
     else:
         try:
+            # mkdir is atomic on NFS as well: of two jobs that start at the same moment, one makes
+            # it.
             started.mkdir()
         except FileExistsError:
+            # Between its mkdir and its id the winner is unknown. Wait, so that the message can name
+            # it.
             _claimant(attempt)
             return _duplicate(attempt, job_id)
-    # Create it now: NFS caches for a while that a file does not exist.
+    # Create it now: NFS caches for a while that a file does not exist, and agents of other nodes
+    # would see a stop request too late.
     write_text(attempt.directory / "stop", "")
     write_text(started / "restart", f"{restart}\n")
     if array:  # before job_id, which completes the claim: a reader of that file needs both
@@ -193,6 +200,8 @@ def _forget(attempt: Attempt) -> None:
         for path in (attempt.directory / name).glob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)
+    # Left in place, `over` would end the new agents at once, and the others would describe the
+    # earlier start as the end.
     for name in ("over", "ended.json", "next.json"):
         (attempt.directory / name).unlink(missing_ok=True)
 
@@ -247,7 +256,8 @@ def wait_ready(
     pause = _FIRST_POLL_SECONDS
     noticed = clock()
     while True:
-        agents = read_stat(agent_pid)  # first, so that markers of an ended agent are complete
+        # Before the markers: if the agents have ended, all that they wrote is there by now.
+        agents = read_stat(agent_pid)
         failed = directory.markers("failed")
         if failed:
             message = "; ".join(

@@ -135,8 +135,11 @@ class StopPath:
     def _judge_sigterm(self, now: float) -> None:
         self.state = self._ask(self._environment).state
         deadline = self._term_at + self._grace()
+        # A controller that does not answer is asked again, while there is still time to act on it.
         unanswered = not self.state and now + _LOOK_SECONDS < deadline
         self._ask_at = now + _LOOK_SECONDS if unanswered else math.inf
+        # A cancelled job does not continue, so its ranks need not save. After any other SIGTERM
+        # they may, until just before Slurm's SIGKILL.
         if self.state == "CANCELLED":
             self._kill_at = now
         elif self.state not in ("", "RUNNING"):
@@ -145,7 +148,7 @@ class StopPath:
             self._request("time_limit" if self.state == "TIMEOUT" else "preemption", now)
 
     def _watch_limit(self, now: float) -> None:
-        """Request a stop when the time limit is near; the first node's agent does so for all."""
+        """Request a stop when the time limit is near; only the first node asks the controller."""
         if self._index:
             return
         if not self._end_is_known:
@@ -184,7 +187,13 @@ class StopPath:
         try:
             self._records.request_stop(reason, by=self._node, now=asked)
         except (HpmlError, OSError) as error:  # the ranks of this node can still save
+<<<<<<< HEAD
             _LOG.error("%s: the stop request cannot be written: %s", self._node, error)
+=======
+            sys.stderr.write(f"hpml: {self._node}: the stop request cannot be written: {error}\n")
+        # Several nodes may ask at the same time. The first line of the file counts, so that all of
+        # them report the same reason.
+>>>>>>> e5d16553 (node: comments say why: races at start and end, signals, hangs, exactly-once continuations; plainer English)
         self._read_request(now)
         if not self.reason:
             self._begin(reason, asked, now)
@@ -199,6 +208,8 @@ class StopPath:
             if self._index:  # the first node has just asked
                 self._ask_for_end()
             if self._end is not None and isinstance(asked, (int, float)):
+                # The margin follows from the lead at the time of the request, so that all nodes end
+                # their ranks at the same moment and the script can still requeue the job.
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
         if reason == "requested":  # ranks that do not use the channel would never stop
@@ -237,6 +248,8 @@ class StopPath:
         table = ProcessTable()
         for rank in waiting:
             for stat in table.family(rank.pid, {one.pid for one in ranks}):
+                # The first process that handles the signal: a shell or wrapper around the program
+                # has the default action and would end, and the program with it.
                 if catches(stat.pid, number):
                     with contextlib.suppress(OSError):
                         os.kill(stat.pid, number)
@@ -249,6 +262,7 @@ class StopPath:
         If the job is cancelled, ranks that handle SIGTERM get one, and as much time as Slurm would
         give them: the launcher may have blocked Slurm's SIGTERM, and does not pass it on then.
         """
+        # Repeat every second: ranks may start late, or start processes while they are being killed.
         self._kill_at = now + _PUSH_SECONDS
         to_kill = list(ranks)
         if self.state == "CANCELLED" and now < self._term_at + self._grace():

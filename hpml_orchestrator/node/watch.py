@@ -75,6 +75,7 @@ class Watch:
             now: seconds on a monotonic clock.
             started: the ranks so far, in order.
         """
+        # Count again from the last start: libraries bind themselves while they are loaded.
         if self._take(started):
             self._save(self._judge())
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
@@ -139,6 +140,7 @@ class Watch:
         key = stat.pid, stat.start_ticks
         used[key] = stat.cpu_ticks, now
         ticks, then = self._used.get(key, used[key])
+        # Load is CPU time between two checks, so the first check has none.
         if process is None or now <= then:
             return process
         seconds = (stat.cpu_ticks - ticks) / os.sysconf("SC_CLK_TCK")
@@ -171,7 +173,7 @@ class Watch:
             return
         self._reported = rows
         self._report(node_line(proof))
-        if proof.verify != "strict":  # if strict, the job's end prints it for all nodes
+        if proof.verify != "strict":  # if strict, `finish` prints one table for all nodes
             self._report(*table(rows))
         else:
             self._report(f"{proof.node}: binding.verify is strict: its ranks are ended")
@@ -192,6 +194,8 @@ class Watch:
         processes = ProcessTable()
         for local_rank in self._ranks:
             for stat in self._family(processes, local_rank):
+                # Remember the processes of the first call: when SIGKILL is due, a rank may have
+                # ended, and what it left behind is no longer found as its family.
                 self._to_kill[stat.pid, stat.start_ticks] = None
         for pid, start_ticks in self._to_kill:
             if processes.lives(pid, start_ticks):
