@@ -148,7 +148,7 @@ class StopPath:
             self._request("time_limit" if self.state == "TIMEOUT" else "preemption", now)
 
     def _watch_limit(self, now: float) -> None:
-        """Request a stop when the time limit is near; only the first node asks the controller."""
+        """Request a stop when the time limit is near; only the first node's agent does so."""
         if self._index:
             return
         if not self._end_is_known:

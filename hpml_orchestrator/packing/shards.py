@@ -1,8 +1,8 @@
-"""Make shards of a tree: plain POSIX tar archives, written by several processes at once.
+"""Pack a tree into shards: plain POSIX tar archives, written by several processes at once.
 
-`data-00000.tar` and on hold the regular files, `tree.tar` directories and links: it is unpacked
-last, and so keeps the times of directories. All is written into a hidden directory next to the
-destination, which is renamed when it is complete.
+`data-00000.tar` and the following contain the regular files. `tree.tar` has directories and links;
+it is unpacked last, so that directories keep their times. All shards are written into a hidden
+directory next to the destination, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEAST_SHARD_BYTES = 1 << 16
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _NANO = 1_000_000_000
-_LONGEST_NAME = 100  # longer names, and sizes from 8 GiB on, take an extended header
+_LONGEST_NAME = 100  # longer names, and sizes of 8 GiB or more, need an extended header
 _LARGEST = 8**11
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _CHANGED = "changed while it was packed"
@@ -113,7 +113,7 @@ def pack(
     on_pack: OnPack = lambda *_: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> PackResult:
-    """Make shards of a tree: all of them, or nothing.
+    """Pack a tree into shards: all of them, or none.
 
     Args:
         request: what is wanted.
@@ -136,14 +136,20 @@ def pack(
     shards = list(_shards(tree, request.shard_bytes))
     above, name = os.path.split(dest)
     others = _others(above, name)
+    # Next to the destination, so that the rename at the end stays within one file system and
+    # happens at once: a pack is whole or absent, also after a crash.
     partial = f"{above}/.{name}.packing-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         os.makedirs(partial)
         need = sum(sum(map(_stored, shard)) + len(_END) for shard in shards)
         need += _BLOCK * 3 * (len(tree.directories) + len(tree.symlinks) + len(tree.hard_links))
         check_room(Need(need, len(shards) + 2), room_at(above), name="DEST", where=shown(above))
+        # Lustre takes the striping of a file from its directory when the file is created, so this
+        # comes before the first shard.
         note = _stripe(partial, request.shard_bytes)
         _write(tree, shards, partial, request.workers, retry, on_pack)
+        # Shards are on disk already. Their names must be before the rename, and the new name after
+        # it.
         fsync_dir(partial)
         archive_bytes = sum(os.stat(f"{partial}/{one}").st_size for one in os.listdir(partial))
         os.rename(partial, dest)
@@ -203,7 +209,7 @@ def _others(above: str, name: str) -> str:
 
 
 def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
-    """Yield the files of each shard, in the order of samples, none of which is torn apart."""
+    """Yield the files of each shard, sample by sample; no sample is split."""
     shard: list[TreeEntry] = []
     sample: list[TreeEntry] = []
     size = len(_END)
@@ -213,6 +219,8 @@ def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
         if entry is not None and key is not None and key[:2] == last:
             sample.append(entry)
             continue
+        # A sample's files stay in one shard, even if it grows too large: webdataset reads a sample
+        # from consecutive members.
         more = sum(map(_stored, sample))
         if shard and size + more > shard_bytes:
             yield shard
@@ -238,7 +246,7 @@ def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _stored(entry: TreeEntry) -> int:
-    """Return how many bytes of an archive a file takes, or some more."""
+    """Return the bytes that a file takes in an archive, or a few more."""
     name = len(os.fsencode(entry.path))
     head = _BLOCK
     if name > _LONGEST_NAME or entry.size >= _LARGEST:
@@ -268,6 +276,7 @@ def _write(
 
     def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
         writer = _Writer(tree, tell)
+        # Equal numbers of digits, so that names sort in the order of the shards.
         digits = max(5, len(str(len(shards))))
         for number in iter(take, None):
             with _new_file(f"{directory}/data-{number:0{digits}d}.tar") as out:
@@ -282,13 +291,14 @@ def _write(
     with _new_file(f"{directory}/{TREE_SHARD}") as out:
         for header in _tree_headers(tree):
             out.write(header)
+    # Files that came or went while shards were written show in the times of their directories.
     check_directories(tree, retry, problems)
     problems.raise_any("wait until the tree is complete")
 
 
 @contextlib.contextmanager
 def _new_file(path: str) -> Iterator[IO[bytes]]:
-    """Yield a new archive; it gets its end, and is on the disk, when the block is through."""
+    """Yield a new archive; at the end of the block, write its end mark and sync it to disk."""
     with open(path, "xb", buffering=BLOCK_BYTES) as out:
         try:
             yield out
@@ -307,7 +317,7 @@ class _Writer:
         self._retry = Retry()
         self._reader = TreeSource(tree.source_root, self._retry).reader(tree)
         self._tell = tell
-        self._faulty = False  # the pack is lost: the other files are only read
+        self._faulty = False  # if set, files are only read, to find further faults
         self.tally = Tally(lambda size, files, _digests: tell(size, files, "", ""))
 
     def add(self, number: int, out: IO[bytes]) -> None:
@@ -340,7 +350,7 @@ class _Writer:
 
 
 class _ArchiveError(Exception):
-    """An archive cannot be written; an OSError would be taken for one of the source."""
+    """An archive cannot be written; a plain OSError would be blamed on the source."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -355,9 +365,9 @@ def _header(
     link: str = "",
     mtime: int = 0,
 ) -> bytes:
-    """Return a member's header: user and group 0, without their names; POSIX's older form, ustar.
+    """Return a member's ustar header, with user and group 0 and no names for them.
 
-    Extended headers (pax) are only where a name, a size or a time needs one.
+    A name, size or time that does not fit gets an extended header (pax).
     """
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.mode, info.mtime = kind, link, 0o777, mtime // _NANO
@@ -366,7 +376,8 @@ def _header(
         info.size = entry.size if kind == tarfile.REGTYPE else 0
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
-    except ValueError:  # it does not fit; names that are not text are written as GNU tar does
+    except ValueError:
+        # It does not fit. pax headers are UTF-8, so other names need GNU tar's format.
         is_text = not _SURROGATES.search(name + link)
         if is_text:
             return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -374,7 +385,7 @@ def _header(
 
 
 def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
-    """Yield headers of links, then of directories: making a link would change their times."""
+    """Yield headers of links, then of directories, whose times a new link would change."""
     named = {hard.first for hard in tree.hard_links}
     firsts = {entry.path: entry for entry in tree.files if entry.path in named}
     for hard in sorted(tree.hard_links):
@@ -386,10 +397,10 @@ def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
 
 
 def _stripe(directory: str, shard_bytes: int) -> str:
-    """Spread new archives over Lustre's servers: one for each 256 MiB, 8 at most.
+    """Spread new archives over Lustre's servers: one stripe for each 256 MiB, 8 at most.
 
     Returns:
-        what went wrong; "" if nothing did, or the file system is not Lustre.
+        an error message; "" without an error, or if the file system is not Lustre.
     """
     if file_system_type(directory) != "lustre":
         return ""

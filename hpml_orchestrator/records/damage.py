@@ -1,7 +1,7 @@
-"""Damage in the records of an attempt: files that are cut off, garbage, or of another version.
+"""Damage in the records of an attempt: files that are truncated, garbled, or of a newer version.
 
-Readers pass over what they cannot understand, because a run must not end for it. Where figures are
-made of the records, the reader has to know that some are missing.
+Readers skip what they cannot understand, because damage must not end a run. But whoever computes
+figures from the records has to know that some are missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Damage:
     Attributes:
         path: of the file.
         why: what is wrong with it.
-        line: from which on it is damaged, counted from 1; 0 for a file that is one record.
+        line: the first damaged line, counted from 1; 0 if the file is a single record.
     """
 
     path: Path
@@ -44,9 +44,9 @@ class Damage:
 
 
 def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
-    """Yield the damaged files of an attempt, of those that figures are made of.
+    """Yield the attempt's damaged files that figures depend on.
 
-    A file that was cut off between two lines cannot be recognized.
+    A file that is truncated between two lines cannot be recognized.
 
     Args:
         attempt: its directory.
@@ -108,13 +108,13 @@ END_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "ended.json": {"time": is_number, "exit_code": _is_whole},
     "next.json": {"time": is_number, "job_id": _is_text},
 }
-"""What the records of an attempt's end must have."""
+"""Required fields of the records of an attempt's end."""
 
 RUN_FIELDS: dict[str, Callable[[object], bool]] = {
     "rid": _is_text,
     "job": lambda job: isinstance(job, dict),
 }
-"""What the plan of a run, `run.json`, must have."""
+"""Required fields of a run's plan, `run.json`."""
 
 _RECORDS: tuple[tuple[str, str, dict[str, Callable[[object], bool]]], ...] = (
     *(("", name, fields) for name, fields in END_FIELDS.items()),
@@ -126,7 +126,7 @@ _RECORDS: tuple[tuple[str, str, dict[str, Callable[[object], bool]]], ...] = (
 
 
 def _files(directory: Path, ending: str) -> list[Path]:
-    """Return files by name; none yet, or another user's run, which is reported elsewhere."""
+    """Return files by name; none if the directory is missing, or if it may not be read."""
     return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
@@ -137,6 +137,7 @@ def _lines(path: Path, fault: Callable[[bytes], str], *, is_growing: bool) -> It
         with path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if not line.endswith(b"\n"):
+                    # The writer may be in the middle of its last line, which is no damage.
                     if not is_growing:
                         yield Damage(path, "the line is cut off", number)
                     return

@@ -1,4 +1,4 @@
-"""What happens in a job, in one vocabulary that staging, training, sweeps and reports share."""
+"""The events of a job, in one vocabulary that staging, training, sweeps and reports share."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Event:
         time: seconds since the epoch on the node's clock.
         event: one of `VOCABULARY`.
         node: Slurm's name of the node, or `batch` for the script itself.
-        rank: global rank, None for what is not a rank's doing.
-        data: figures and words that belong to it; units stand in the keys.
+        rank: global rank; None for events of a node or the script.
+        data: its figures and words, with units in the keys.
     """
 
     time: float
@@ -100,7 +100,7 @@ def append(
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Yield the events of one JSONL file; unknown events and newer schemas are passed over."""
+    """Yield the events of one JSONL file; skip unknown events and newer schemas."""
     return filter(None, map(_event_of, read_lines(path)))
 
 
@@ -113,9 +113,8 @@ def read_all(directory: Path) -> Iterator[Event]:
 def read_milestones(directory: Path) -> Iterator[Event]:
     """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
 
-    If a rank was started again, its counters begin anew: then the last before and the first after
-    that are yielded too. Nearly all lines of a long training are steps: no more is held than one
-    event per rank.
+    If a rank is restarted, its counters start again at 0: then the last step before and the first
+    after the restart are yielded, too. At most one event per rank is kept in memory.
     """
     for path in _files(directory):
         counted: dict[int | None, float] = {}
@@ -129,9 +128,11 @@ def read_milestones(directory: Path) -> Iterator[Event]:
                     yield from filter(None, (event,))
                     continue
                 rank = event.rank
+            # Two regular expressions instead of a JSON parser for each line: nearly all lines of a
+            # long training are steps, and only the last of each rank is parsed.
             steps = _steps(line)
             if rank in counted and steps >= counted[rank]:
-                last[rank] = line  # parsed if no other follows: parsing each would take seconds
+                last[rank] = line
             elif (event := event or _event_of(line)) is not None:
                 yield from filter(None, map(_event_of, filter(None, (last.pop(rank, None),))))
                 yield event
@@ -150,7 +151,7 @@ def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
     for path in _files(directory):
         with contextlib.suppress(OSError), path.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
-            # The first and the last line may be torn, and then are no JSON.
+            # The first and the last line may be incomplete; they are skipped as not JSON.
             yield from filter(None, map(_event_of, stream.read(size).splitlines()))
 
 
@@ -167,7 +168,7 @@ def event_fault(line: bytes) -> str:
         return record
     if not isinstance(record.get("event"), str):
         return "it has no `event`"
-    if record["event"] not in VOCABULARY:  # of a newer hpml that this one understands otherwise
+    if record["event"] not in VOCABULARY:  # from a newer hpml with the same schema
         return ""
     rank, event = record.get("rank"), _event_of(line)
     if event is None or not math.isfinite(event.time) or not isinstance(rank, (int, type(None))):

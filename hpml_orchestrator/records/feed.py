@@ -32,7 +32,7 @@ COUNTERS = (
     "save_seconds",
     "evaluation_seconds",
 )
-"""What each rank counts; on the channel of the ranks these names end in `_total`."""
+"""The counters of each rank; on the ranks' channel these names end in `_total`."""
 
 GAUGES = ("loss", "accuracy", "mfu")
 
@@ -104,7 +104,7 @@ def encode(pid: int, binding: tuple[int, int] | None, ranks: Sequence[RankFigure
 
 
 def part_of(datagram: bytes) -> int:
-    """Return which part a message is, without reading the rest.
+    """Return the number of a message's part, without parsing the rest.
 
     Raises:
         ValueError: not a message of a training feed, or too long.

@@ -1,4 +1,4 @@
-"""Write and read small files so that a crash, a reader or NFS never sees half of one."""
+"""Write and read small files such that no reader sees half of one, also after a crash or on NFS."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SCHEMA_VERSION = 1
-"""Version of every record that this hpml writes; a reader refuses what is newer."""
+"""Version of every record that this hpml writes; readers refuse newer ones."""
 
 PathLike = Union[str, "os.PathLike[str]"]
 
 
 def fsync_dir(directory: PathLike) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory to disk, so that its names survive a crash."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -66,9 +66,12 @@ def create_json(path: PathLike, record: Mapping[str, object]) -> bool:
     """
     with _written_sibling(Path(path), _json_text(record), 0o644) as temporary:
         try:
+            # A hard link fails if the name exists, on NFS too: rename would replace the other's
+            # file, and O_EXCL would show it before it has its content.
             os.link(temporary, path)
         except FileExistsError:
-            # NFS may repeat a request whose answer was lost, and then finds our own link.
+            # NFS may repeat a request whose answer was lost, and the second one finds the link that
+            # the first one made.
             return os.path.samefile(temporary, path)
     return True
 
@@ -82,6 +85,8 @@ def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterat
             stream.write(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
             stream.flush()
             os.fchmod(fd, mode)
+            # Content first, then the name: after a crash, a rename without this could leave the new
+            # name with an empty file.
             os.fsync(fd)
         yield temporary
         fsync_dir(target.parent)
@@ -89,7 +94,7 @@ def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterat
         raise _cannot("write", target, error) from error
     finally:
         if temporary:
-            with contextlib.suppress(OSError):  # it was renamed
+            with contextlib.suppress(OSError):  # already renamed
                 os.unlink(temporary)
 
 
@@ -99,7 +104,7 @@ def _json_text(record: Mapping[str, object]) -> str:
 
 
 def read_text(path: PathLike) -> str:
-    """Read a UTF-8 file; bytes that are none survive a round trip.
+    """Read a UTF-8 file; invalid bytes survive a round trip.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -159,7 +164,7 @@ def append_line(path: PathLike, line: str) -> None:
 
 
 def read_lines(path: PathLike) -> Iterator[bytes]:
-    """Yield the complete lines of a file without holding it; a torn last one is left out.
+    """Yield the complete lines of a file one by one; skip an incomplete last line.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -177,7 +182,7 @@ def read_lines(path: PathLike) -> Iterator[bytes]:
 
 
 def read_json_lines(path: PathLike) -> Iterator[Any]:
-    """Yield what the complete lines of a UTF-8 file hold; what is no JSON is passed over."""
+    """Yield the JSON values of a UTF-8 file's complete lines; skip lines that are not JSON."""
     for line in read_lines(path):
         with contextlib.suppress(ValueError):
             yield json.loads(line.decode("utf-8", "surrogateescape"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 
-# Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
-# `git diff` would write the index anew where only times differ, for which it asks no other option.
+# Filters run as usual: without that of Git LFS, its files would count as changed.
+# Without the last setting, `git diff` rewrites the index if only times of files differ.
 _QUIET = ("core.hooksPath=/dev/null", "core.fsmonitor=", "diff.autoRefreshIndex=false")
-# Inside a git hook, the other GIT_ variables name another repository than the job's.
+# Inside a git hook, the other GIT_ variables point to another repository than the job's.
 _KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 
 

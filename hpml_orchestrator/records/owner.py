@@ -1,4 +1,4 @@
-"""Which process a directory belongs to, and whether that process still lives."""
+"""The process that owns a directory, and whether it is still alive."""
 
 from __future__ import annotations
 
@@ -83,10 +83,12 @@ def owner_is_alive(owner: Owner, *, proc_root: str = "/proc") -> bool:
     A process of another host, or of another PID namespace under the same kernel, cannot be judged
     from here and counts as alive.
     """
+    # When in doubt, alive: removing a living process's data is worse than leaving a dead one's.
     if owner.hostname != socket.gethostname():
         return True
     if owner.boot_id != boot_id(proc_root):
         return False
+    # A pid means nothing in another namespace, such as that of a container.
     if owner.pid_namespace != _pid_namespace(proc_root):
         return True
     started = _start_ticks(owner.pid, proc_root)

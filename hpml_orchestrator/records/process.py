@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 
-# No dataclass: hpml-bind imports this once per rank, and `dataclasses` takes half of its start.
+# No dataclass: hpml-bind imports this once per rank, and importing `dataclasses` would take half of
+# the time of its start.
 class ProcessStat:
-    """What hpml uses of `/proc/PID/stat` (proc_pid_stat(5)).
+    """The fields of `/proc/PID/stat` that hpml uses (proc_pid_stat(5)).
 
     Attributes:
         pid: the process id.
@@ -21,6 +22,7 @@ class ProcessStat:
 
     def __init__(self, text: str) -> None:
         """Parse the file's text; a damaged one raises ValueError or IndexError."""
+        # The name may contain spaces and parentheses, so split at the last one.
         head, _, rest = text.rpartition(")")
         number, _, self.name = head.partition(" (")
         fields = rest.split()

@@ -1,4 +1,4 @@
-"""The progress of an attempt: its last checkpoint, what saving cost, and which nodes held it up."""
+"""The progress of an attempt: its last checkpoint, the cost of saving, and the nodes to avoid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAD_MARGIN_SECONDS = 15.0
 _LEAST_LEAD_SECONDS = 10.0
 _LIMIT_PART = 4
 _DEPTH = 3
-_LOOK_SECONDS = 10.0  # on a file system with many files
+_LOOK_SECONDS = 10.0  # limit for directories with many files
 _CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
 
 
@@ -86,6 +86,7 @@ def lead_seconds(
     if configured is not None:
         return configured
     lead = _FIRST_LEAD_SECONDS if save is None else save + (step or 0.0) + _LEAD_MARGIN_SECONDS
+    # A job of a few minutes must not stop right after its start.
     most = math.inf if limit is None else limit / _LIMIT_PART
     return max(_LEAST_LEAD_SECONDS, min(lead, most))
 
@@ -101,7 +102,7 @@ def end_margin(lead: float) -> float:
 def nodes_to_avoid(attempt: Attempt) -> list[str]:
     """Return the nodes that the next attempt should not get, by name.
 
-    Those whose agent failed, and after a hang those whose ranks are behind the others in steps.
+    These are nodes whose agent failed and, after a hang, nodes whose ranks are behind in steps.
     """
     names = {str(marker["node"]) for marker in attempt.markers("failed") if marker.get("node")}
     if (attempt.stop_request() or {}).get("reason") == "hang":
@@ -110,6 +111,7 @@ def nodes_to_avoid(attempt: Attempt) -> list[str]:
             steps = _number(event.data.get("steps_total")) if event.event == "step" else None
             if steps is not None and event.rank is not None:
                 reached.setdefault(event.node, {})[event.rank] = steps
+        # The ranks that hang are behind: the others got further before they had to wait for them.
         slowest = {node: min(ranks.values()) for node, ranks in reached.items()}
         most = max(slowest.values(), default=0.0)
         names.update(node for node, steps in slowest.items() if steps < most)
@@ -117,8 +119,9 @@ def nodes_to_avoid(attempt: Attempt) -> list[str]:
 
 
 def written_since(directory: str, since: float) -> bool:
-    """Return whether a file below a directory is newer than a time, by a short look at it."""
+    """Return whether a file below a directory is newer than a time; search for 10 s at most."""
     until = time.monotonic() + _LOOK_SECONDS
+    # A full walk of a shared file system could take longer than the job has left.
     depth = directory.rstrip("/").count("/") + _DEPTH
     for path, folders, files in os.walk(directory):
         if path.count("/") >= depth:

@@ -1,4 +1,4 @@
-"""What a run was made from: code, versions, host, command line."""
+"""The provenance of a run: code, versions, host, command line."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def collect(
     """Return the provenance of a submission and the diff of the uncommitted changes.
 
     Args:
-        directory: where the job's code lives; its git repository is described.
+        directory: of the job's code; its git repository is described.
         argv: the command line of hpml.
-        environment: variables to read the user's name from.
+        environment: variables with the user's name.
         own: directories that hpml writes to; untracked files there do not count as changes.
 
     Returns:
@@ -70,7 +70,7 @@ def _git(directory: str, own: Sequence[Path]) -> tuple[GitRecord | None, bytes]:
         return None, b""
     commit, *top, branch = place.decode(errors="replace").rstrip("\n").split("\n")
     status = _git_output(directory, "status", "--porcelain", "--untracked-files=normal")
-    # the user's own settings of colours and of other diff programs make no patch
+    # With the user's colours or diff program, the output could not be applied as a patch.
     diff = _git_output(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
     root, own = Path("\n".join(top)), [Path(os.path.realpath(path)) for path in own]
     lines = [

@@ -1,4 +1,4 @@
-"""A run on record: what its attempts wrote down, read by whoever asks."""
+"""A recorded run and its attempts: readers of everything that they wrote."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PRUNED = "pruned"
 
 
 SOFTWARE = "software.json"
-"""What the ranks of an attempt run in: packages, modules and the GPU driver."""
+"""The software of an attempt's ranks: packages, modules and the GPU driver."""
 
 
 def user_name(uid: int) -> str:
@@ -108,7 +108,7 @@ class Attempt:
 
     @property
     def job_id(self) -> str:
-        """The id that the job wrote as its first act; empty if it never started."""
+        """The id that the job wrote when it started; empty if it never started."""
         return self._claimed("job_id")
 
     @property
@@ -154,7 +154,7 @@ class Attempt:
 
     @property
     def software(self) -> SoftwareRecord | None:
-        """What its ranks run in, as `node/software.py` recorded it; None if it is not recorded."""
+        """The software of its ranks, from `node/software.py`; None if it is not recorded."""
         with contextlib.suppress(NotFoundError, RecordError):
             record: SoftwareRecord = read_json(self.directory / SOFTWARE)
             return record
@@ -202,7 +202,7 @@ class Attempt:
         )
 
     def check_readable(self) -> None:
-        """Look whether its records may be read.
+        """Check that its records are readable.
 
         Raises:
             RecordError: they may not, as is usual with the runs of others.

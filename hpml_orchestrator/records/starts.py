@@ -1,10 +1,10 @@
-"""Which process may call sbatch next.
+"""Decides which process may call sbatch next, without a lock that a dead process could leave.
 
-Calls are numbered, and no lock is left behind. The first is the file `NAME.started`, the next
-`NAME.started.2` and so on, and each is created exclusively: of many processes that want the same
-number, one gets it. A process that looked for a job after n calls may only make call n + 1, so of
-two that looked at the same time the slower one finds its number taken and has to look again.
-A call is never taken back; if its process died, it is a call without a job.
+Calls are numbered. The first is the file `NAME.started`, the next `NAME.started.2` and so on. Each
+is created exclusively, so only one of many processes gets a number. A process that found no job
+after n calls may only make call n + 1: of two that searched at the same time, the slower one finds
+its number taken and has to search again. A call is never withdrawn; if its process dies, it stays
+as a call without a job.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def mark_start(first: Path, number: int, *, now: float, key: str) -> bool:
     Raises:
         RecordError: the directory cannot be written.
     """
+    # Durable before sbatch runs: after a crash of this machine, the mark is what tells the next
+    # process that a job may exist.
     return create_json(_path(first, number), {"time": now, **asdict(this_owner(key))})
 
 
@@ -61,7 +63,7 @@ def newest_start(first: Path) -> Start | None:
     Raises:
         RecordError: the directory cannot be read.
     """
-    # Listed, not probed one by one: NFS caches "no such file" for a while.
+    # List the directory instead of probing names: NFS caches for a while that a file is missing.
     try:
         names = os.listdir(first.parent)
     except FileNotFoundError:

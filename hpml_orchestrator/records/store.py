@@ -1,4 +1,4 @@
-"""The directories that submissions and runs live in, and the way to find one again."""
+"""The directories of submissions and runs, and the search for one of them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class Store:
             made.append(temporary)
             fill(temporary)
             if numbered:
-                task_output(temporary, 0).parent.mkdir()  # Slurm makes no directories for output
+                # Slurm creates no directories for output.
+                task_output(temporary, 0).parent.mkdir()
             else:
                 directory = self.runs_dir / sid
                 directory.mkdir()
@@ -166,6 +167,8 @@ class Store:
             write_json(temporary / "submit.json", {"sid": sid, **submit})
             table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
             write_text(temporary / RUN_TABLE, table)
+            # All of it appears at once, and last: whoever lists submissions sees complete ones
+            # only, and the run's directory is there before anything refers to it.
             os.rename(temporary, target)
             made[0] = target
             fsync_dir(self.submissions_dir)
@@ -184,11 +187,12 @@ class Store:
     def _place_shared(self, content: bytes, path: Path) -> None:
         """Write a shared file there, as a hard link to the store's copy if possible.
 
-        The copy is linked first and read then, so that it cannot change in between. One that a full
-        disk cut short or that somebody else owns is not used.
+        A copy that a full disk truncated, or that another user owns, is not used.
         """
         kept = self.archives_dir / f"{hashlib.sha256(content).hexdigest()[:32]}{path.suffix}"
         with contextlib.suppress(OSError):
+            # Link first, then compare through the link: the file cannot be replaced between the
+            # two.
             os.link(kept, path)
             if path.stat().st_uid == os.geteuid() and path.read_bytes() == content:
                 return
@@ -197,12 +201,13 @@ class Store:
         # Without hard links, or permission to write there, every submission has its own copy.
         with contextlib.suppress(OSError):
             self.archives_dir.mkdir(exist_ok=True)
+            # link() does not replace a damaged file of that name, rename does.
             temporary = self.archives_dir / path.parent.name
             os.link(path, temporary)
             os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
-        """Remove unfinished directories of a killed hpml: they may hold a copy of code."""
+        """Remove unfinished directories of killed commands, which may contain copies of code."""
         with os.scandir(self.submissions_dir) as entries:
             begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for entry in begun:
@@ -306,7 +311,7 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
 def _suggestion(word: str, submissions: list[Submission]) -> str:
     """Return a question after the nearest run id, or the newest run of the nearest job name."""
     if word.isdecimal():
-        return ""  # one job id is as near as another
+        return ""  # every other job id is equally similar
     known = {"last": "last"}
     for submission in submissions[:_NEAR_RUNS]:
         known.setdefault(submission.sid, submission.sid)

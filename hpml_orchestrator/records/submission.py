@@ -1,4 +1,4 @@
-"""One call of sbatch on record: its script, its job, and which process may make the call.
+"""The record of one call of sbatch: its script, its job, and the processes that made the call.
 
 A run that continues gets its next job by another sbatch in the same directory: a continuation.
 `job.json` has the newest job and the earlier ones; that of one task of an array is in

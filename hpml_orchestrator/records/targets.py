@@ -1,9 +1,8 @@
-"""Files by which Prometheus finds the exporters of running jobs: one per job and node.
+"""Files in which Prometheus finds the exporters of running jobs: one per job and node.
 
-The form is that of Prometheus' `file_sd_configs`. The job's agent renews its file's modification
-time every minute. So a file whose agent was killed, or whose node died, is known by its age, and
-any later agent or command of its owner may remove it; an agent that was only suspended writes its
-file again.
+The format is that of Prometheus' `file_sd_configs`. A job's agent renews the modification time of
+its file every minute. An old file therefore belongs to an agent or node that died, and a later
+agent or command of the same user removes it. An agent that was only suspended writes it again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json(\.\w+)?")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host: `localhost` or a loopback address.
+    """Return whether a host is `localhost` or a loopback address, which only this machine reaches.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost")]
     [True, True, True, True]
@@ -123,7 +122,7 @@ def remove_stale(directory: Path) -> list[str]:
 
 
 def _own_files(directory: Path) -> dict[Path, float]:
-    """Return this user's target files, and those that a killed writer left, with their mtimes.
+    """Return this user's target files, temporary ones of killed writers included, with mtimes.
 
     Links and pipes are left out: several users may write to the directory.
     """

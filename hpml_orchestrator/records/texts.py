@@ -1,4 +1,4 @@
-"""Times, sizes and lists as people read them."""
+"""Times, sizes and lists as text for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return how long ago something was, in whole units of the largest that fits.
+    """Return an age in whole units of the largest unit that fits.
 
     >>> age_text(90000), age_text(7200), age_text(0)
     ('1 day', '2 hours', '0 seconds')
@@ -103,7 +103,7 @@ def exact_bytes(count: int) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str:
-    """Return names as a sentence has them; a long list is cut.
+    """Return names as part of a sentence; shorten a long list.
 
     >>> first_few(["a", "b", "c"]), first_few(["a", "b", "c"], 1), first_few([])
     ('a, b and c', 'a and 2 more', 'none')
