@@ -1,1 +1,1 @@
-"""What runs inside a job: the node agent, hpml-bind, staging, the channel reader, the end."""
+"""Everything that runs inside a job: the node agent, hpml-bind, staging, the channel, the end."""

@@ -87,7 +87,7 @@ class Agent:
     _watch: Watch | None = None
     _stop: StopPath | None = None
     _channel: ChannelReader | None = None
-    _software: subprocess.Popen[bytes] | None = None  # records what the ranks run in
+    _software: subprocess.Popen[bytes] | None = None  # records the ranks' software
     _request_at: float = 0.0  # monotonic seconds of the next check for a stop request
     _node_plan: planning.NodePlan | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
@@ -106,10 +106,10 @@ class Agent:
             self.on_signal(signal.sigwait(_FOR_RANKS), None)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal; the main loop acts on it.
+        """Record a signal and wake the main loop, which acts on it.
 
-        It wakes the loop through a pipe. A `threading.Event` could deadlock: the code that the
-        signal interrupts may hold its lock.
+        A pipe wakes the loop. A `threading.Event` could deadlock: the interrupted code may hold
+        the lock of the event.
         """
         self._received.append(signal.Signals(number).name)
         now = time.monotonic()
@@ -305,7 +305,7 @@ class Agent:
                 if kill_at == math.inf:
                     kill_at = now + max(1.0, self._rank_grace())
                 if now >= kill_at:
-                    kill_families(ranks)  # Slurm's SIGKILL comes next, and would end this agent too
+                    kill_families(ranks)  # before Slurm's SIGKILL, which would end this agent too
             # Ranks that are just starting have not recorded themselves yet. So a node that is ready
             # but has no rank waits for `over`, which the script writes at its end.
             elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
@@ -323,7 +323,7 @@ class Agent:
                 os.read(self._wake[0], 4096)
 
     def _record_software(self) -> None:
-        """Start to record what the ranks run in, once the first of them runs on the first node."""
+        """Start to record the ranks' software, once the first rank runs on the first node."""
         if self._software is not None:
             self._software.poll()  # leaves no zombie
             return

@@ -113,8 +113,8 @@ def run(argv: list[str]) -> int:
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and GROUP_RANK, as torchrun sets them.
 
-    Empty if a launcher has set RANK itself, and for a process that no launcher started, such as
-    one of the batch script: there Slurm sets SLURM_PROCID but not the step's number of tasks.
+    Empty if the launcher has set RANK itself, and for a process without a launcher, such as one of
+    the batch script: there Slurm sets SLURM_PROCID but not the step's number of tasks.
     GROUP_RANK is the node's number; if it is unknown, ranks are assumed to be placed in blocks.
 
     >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
@@ -281,7 +281,7 @@ def _set_recorder(stem: str) -> None:
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", stem),
     ):
-        # `setdefault`: what the user sets wins.
+        # `setdefault`: the user's own settings win.
         os.environ.setdefault(name, value)
     pipe = f"{stem}{os.environ.get('RANK', '0')}.pipe"
     try:

@@ -82,8 +82,8 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
     """Return the abstract socket's name (no leading NUL, under 100 bytes) of this node's agent.
 
-    Made of the user, the job, the attempt's directory and the node, so that jobs, attempts and
-    several virtual nodes on one host never share one.
+    It depends on the user, the job, the attempt's directory and the node, so that jobs, attempts
+    and several virtual nodes on one host never share a socket.
     """
     node = environment.get("SLURMD_NODENAME") or ""
     place = f"{attempt}\0{node}\0{job_key(environment)}"
@@ -184,8 +184,8 @@ class ChannelReader:
 
     Attributes:
         received: datagrams taken from the socket.
-        refused: of these, from another user, malformed, too long or of an unknown event.
-        superseded: of these, those replaced by a later one of the same rank and name.
+        refused: how many of these were another user's, malformed, too long or unknown events.
+        superseded: how many were replaced by a later one of the same rank and name.
         write_errors: failed writes; their events are kept for the next write.
         peers: the processes that have sent.
     """
@@ -252,7 +252,7 @@ class ChannelReader:
         self._thread.start()
 
     def stop(self) -> None:
-        """Read what is queued (for a second at most), write it and close; harmless twice."""
+        """Read the queue (for a second at most), write everything and close; harmless twice."""
         if self._thread is None:
             return
         self._stopping.set()

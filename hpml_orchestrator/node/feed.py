@@ -1,9 +1,9 @@
-"""Forwards what the ranks of this node report to exporters: the job's, and the whole node's.
+"""Forwards the reports of this node's ranks to the exporters of the job and of the whole node.
 
-The agent keeps each rank's counters, summed over the processes that have been that rank (torchrun
-restarts ranks). It sends all of them once a second if some are new, and at least every ten seconds,
-so that a restarted exporter soon has everything. It never waits for an exporter: if the queue is
-full, a message is dropped, and the next one contains the same counters.
+The agent keeps each rank's counters, summed over all processes of that rank (torchrun restarts
+ranks). It sends all of them once a second if some are new, and at least every ten seconds, so that
+a restarted exporter soon has everything. It never waits for an exporter: if the queue is full, a
+message is dropped, and the next one contains the same counters.
 
 The job's exporter inherits a socket from the agent; the node's listens at `{run}/exporter.sock`
 (SOCK_SEQPACKET: each agent has a separate queue there). Messages are those of `records/feed.py`.
@@ -48,7 +48,7 @@ def exporter_sockets(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class _Rank:
-    """One rank: the counters and buckets of its processes, and what it reported last."""
+    """One rank: the counters and buckets of its processes, and its latest report."""
 
     def __init__(self) -> None:
         self.processes: dict[int, list[float]] = {}
@@ -108,7 +108,7 @@ class Feed:
         self._send_at = self._beat_at = self._look_at = -math.inf
 
     def add_socket(self, exporter: socket.socket) -> None:
-        """Send to a connected socket from now on; it is closed when its other end is gone."""
+        """Send to a connected socket from now on; close it when the other end disconnects."""
         exporter.setblocking(False)
         with self._lock:
             self._inherited.append(exporter)

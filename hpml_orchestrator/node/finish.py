@@ -1,4 +1,4 @@
-"""The end of a job: find out what ended it, verify the binding, and record both.
+"""The end of a job: determine its cause, verify the binding, and record both.
 
 Slurm reports the reason for ending a job only in the job's output, and a launcher's exit status
 does not identify the rank that failed first. So both are read from the output.
@@ -81,7 +81,7 @@ _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 # `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen.
 _KILLED_FOR_MEMORY = re.compile(r"slurmstepd\S{0,255}: error: Detected \d{1,9} oom[-_]kill event")
 
-# What programs print when they fail. torch and torchrun name the rank at the beginning of a line.
+# Messages of failing programs. torch and torchrun name the rank at the beginning of a line.
 _RANK = re.compile(r"\[(?:rank|default)(\d{1,9})\]: ?")
 _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?")
@@ -237,7 +237,7 @@ def ending(
 
     Args:
         status: of the script.
-        output: what the job wrote, or the end of it.
+        output: the job's output, or the end of it.
         job_id: the job's; the file may contain other jobs' output.
         launcher: the job's.
         reason: why it ended, if the script has determined it.
@@ -409,11 +409,11 @@ def verify_binding(
 
 
 def verify_results(nodes: Iterable[Marker], *, completed: bool) -> tuple[list[str], bool]:
-    """Look at what the nodes brought back.
+    """Check that all results were collected.
 
     Args:
-        nodes: what each wrote down.
-        completed: whether the script ended well; else its ranks may have written nothing yet.
+        nodes: the record of each node.
+        completed: whether the script succeeded; if not, its ranks may have written nothing yet.
 
     Returns:
         The lines to print, and whether results are missing.

@@ -80,7 +80,7 @@ def directory_of(attempt: Path) -> Path:
 
 
 def recorder_stem(attempt: Path) -> str:
-    """Return what the names of the flight recorder's files begin with; the rank follows."""
+    """Return the prefix of the flight recorder's files; the rank follows."""
     return str(directory_of(attempt) / "nccl_rank_")
 
 
@@ -113,7 +113,7 @@ def _stacks(pid: int, peer: Peer | None) -> str:
     if peer is None or not peer.stacks_signal:
         return "no stacks: the program does not use hpml_channel"
     if not catches(pid, peer.stacks_signal):
-        return "no stacks: its signal handler was replaced"  # the signal would end the process
+        return "no stacks: its signal handler was replaced"  # the signal would kill the process
     path = f"/proc/{pid}/fd/{peer.stacks_fd}"
     try:
         before = os.stat(path).st_size

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _REAL_TIME_SIGNALS = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-_MAX_SECONDS = 7 * 86400.0  # a longer save or step is a mistake of the sender
+_MAX_SECONDS = 7 * 86400.0  # a longer save or step must be an error of the sender
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Peer:
     """One process that uses the channel."""
 
     rank: int  # global rank
-    address: bytes = b""  # of its socket; empty if it has none, and then nothing can be sent to it
-    stacks_fd: int = -1  # its descriptor of the file that its stacks are written to; -1 for none
-    stacks_signal: int = 0  # the signal that makes it write its stacks; 0 for none
+    address: bytes = b""  # of its socket; empty if it cannot receive anything
+    stacks_fd: int = -1  # descriptor in that process of the file for its stacks; -1 for none
+    stacks_signal: int = 0  # makes it write its stacks; 0 for none
 
 
 class Slowest(NamedTuple):

@@ -67,7 +67,7 @@ class NodeResults:
         self._directories = [f"{target}/{run}/{self.node}{again}" for _, target in self.entries]
 
     def make_directories(self) -> None:
-        """Make the directories for the results, before hours are spent on them.
+        """Create the directories for the results, so that errors show before the training.
 
         Raises:
             InputError: one cannot be made or written.

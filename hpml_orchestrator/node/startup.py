@@ -116,7 +116,7 @@ def claim(submission: str) -> int:
     ]
     write_json(
         attempt.directory / "head.json",
-        # all attempts append to the same output: this attempt's part begins here
+        # All attempts append to the same output; this offset is where the part of this one begins.
         {
             "node": node,
             "names": names,
@@ -334,10 +334,10 @@ def resolve(names: list[str]) -> dict[str, str]:
 
 
 def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
-    """Yield ports from 10000 to 31999 in an order made from a key, those outside a range first.
+    """Yield ports from 10000 to 31999 in an order that depends on a key, ephemeral ports last.
 
-    The kernel may give a port of the ephemeral range to any connection. If that range covers all
-    candidates, a port in it that is free now is better than none.
+    The kernel may give an ephemeral port to any connection. If all candidates are ephemeral, one
+    that is free now is better than none.
 
     >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
     True
@@ -351,7 +351,7 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """Return the first and last port that the kernel gives to outgoing connections."""
+    """Return the first and last ephemeral port, which outgoing connections get."""
     try:
         low, high = _PORT_RANGE.read_text("ascii").split()
         return int(low), int(high)
@@ -361,7 +361,7 @@ def ephemeral_range() -> tuple[int, int]:
 
 def _is_free(port: int) -> bool:
     try:
-        # One socket for both: an address of IPv4 that is taken is taken here, too.
+        # One socket for IPv4 and IPv6, which fails if the port is in use with either.
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         with socket.create_server(
             ("", port),

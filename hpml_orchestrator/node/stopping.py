@@ -187,13 +187,9 @@ class StopPath:
         try:
             self._records.request_stop(reason, by=self._node, now=asked)
         except (HpmlError, OSError) as error:  # the ranks of this node can still save
-<<<<<<< HEAD
             _LOG.error("%s: the stop request cannot be written: %s", self._node, error)
-=======
-            sys.stderr.write(f"hpml: {self._node}: the stop request cannot be written: {error}\n")
         # Several nodes may ask at the same time. The first line of the file counts, so that all of
         # them report the same reason.
->>>>>>> e5d16553 (node: comments say why: races at start and end, signals, hangs, exactly-once continuations; plainer English)
         self._read_request(now)
         if not self.reason:
             self._begin(reason, asked, now)

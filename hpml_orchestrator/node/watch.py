@@ -99,13 +99,13 @@ class Watch:
     def _take(self, started: Sequence[StartedRank]) -> bool:
         new = started[self._taken :]
         self._taken += len(new)
-        for rank in new:  # of a rank that started again, the last counts
+        for rank in new:  # the last start of a restarted rank counts
             self._ranks[rank.seen.local_rank] = rank
             self._seen[rank.seen.local_rank] = rank.seen
         return bool(new)
 
     def _look(self, now: float) -> None:
-        """Check every live rank; for an ended one the last observation is kept."""
+        """Check every live rank; keep the last observation of one that has ended."""
         self._looks += 1
         processes = ProcessTable()
         used: dict[tuple[int, int], tuple[int, float]] = {}

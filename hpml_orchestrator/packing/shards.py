@@ -233,10 +233,10 @@ def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
 
 
 def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return what names are sorted by: directory, name up to its first dot, name.
+    """Return the sort key of a name: directory, name up to its first dot, name.
 
-    The first two are what the files of a sample have in common, by webdataset's convention. Plain
-    order would split samples: `a.d/x` sorts between `a.cls` and `a.jpg`.
+    By webdataset's convention, the files of a sample have the first two in common. Plain order
+    would split samples: `a.d/x` sorts between `a.cls` and `a.jpg`.
 
     >>> sorted([b"a.jpg", b"a.d/x", b"b", b"a.cls"], key=_place)
     [b'a.cls', b'a.jpg', b'b', b'a.d/x']

@@ -29,12 +29,12 @@ VOCABULARY = (
     "step",  # a rank's cumulative counters, at most once a second, and less often later
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
-    "signal",  # one that did not end the job reached its script (node `batch`) or a node's steps
+    "signal",  # the script (node `batch`) or a node's steps got one that did not end the job
     "hang",  # no rank of a node gave a sign of life for too long
     "stop",  # a node was asked to stop the job; the reason is in `data.reason`
-    "stopping",  # a rank stops as it was asked
+    "stopping",  # a rank stops on request
     "link",  # `data.url` of a page about the run, such as an experiment tracker's, and its `name`
-    "ended",  # the attempt ended; how is in `data.reason`
+    "ended",  # the attempt ended; the reason is in `data.reason`
 )
 """The only names that an event may have, in the order of a job's life."""
 
@@ -48,7 +48,7 @@ _STEPS_TOTAL = re.compile(rb'"steps_total":(\d+(?:\.\d+)?)[,}]')
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     Attributes:
         time: seconds since the epoch on the node's clock.
@@ -105,7 +105,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def read_all(directory: Path) -> Iterator[Event]:
-    """Yield an attempt's events, file by file as they were written: the script's own come first."""
+    """Yield an attempt's events, file by file in the order of writing; the script's come first."""
     for path in _files(directory):
         yield from read(path)
 
@@ -160,7 +160,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def event_fault(line: bytes) -> str:
-    """Return why a line is not an event; empty if it is one, or one of an unknown name."""
+    """Return why a line is not an event; empty if it is one, even with an unknown name."""
     if _STEP.fullmatch(line):
         return ""
     record = parse_record(line, SCHEMA_VERSION)

@@ -44,12 +44,12 @@ MAX_MESSAGE_BYTES = 32 * 1024
 MAX_METHOD_CHARACTERS = 64
 _HEAD = b"hpml-feed 2 "
 _HEAD_BYTES = 24
-_RANKS_PER_PART = 36  # of at most 900 bytes
+_RANKS_PER_PART = 36  # of at most 900 bytes each
 _HIGHEST = 1e18
 
 
 class RankFigures(NamedTuple):
-    """What one rank has reported.
+    """The figures of one rank.
 
     Attributes:
         rank: global rank.

@@ -56,10 +56,10 @@ def write_json(path: PathLike, record: Mapping[str, object]) -> None:
 
 
 def create_json(path: PathLike, record: Mapping[str, object]) -> bool:
-    """Publish a mapping durably unless the file exists: one of many callers succeeds.
+    """Publish a mapping durably unless the file exists: of many callers, one succeeds.
 
     Returns:
-        False when the file is there already; it stays as it is.
+        False if the file exists already; it stays unchanged.
 
     Raises:
         RecordError: the directory cannot be written, or its file system has no hard links.

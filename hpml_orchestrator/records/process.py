@@ -12,7 +12,7 @@ class ProcessStat:
 
     Attributes:
         pid: the process id.
-        name: the command's name, at most 15 bytes; it may hold spaces and parentheses.
+        name: the command's name, at most 15 bytes; it may contain spaces and parentheses.
         state: one letter, such as R, S, D, Z or X.
         parent: the parent's pid.
         session: the pid of its session's leader.
@@ -39,7 +39,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
-    """Read one process; None when it is gone or may not be read."""
+    """Read one process; None if it has ended or may not be read."""
     try:
         with open(os.path.join(proc_root, str(pid), "stat"), "rb") as stream:
             return ProcessStat(stream.read().decode("utf-8", "replace"))

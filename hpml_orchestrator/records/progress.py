@@ -24,7 +24,7 @@ _CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
 
 
 class TrainingProgress(NamedTuple):
-    """What the ranks of an attempt reported.
+    """The progress that the ranks of an attempt reported.
 
     Attributes:
         step: of the last checkpoint; None if none was reported with its step.

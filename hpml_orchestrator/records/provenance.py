@@ -60,7 +60,7 @@ def collect(
 def _working_directory() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was removed under this process
+    except FileNotFoundError:  # it was removed while this process is in it
         return ""
 
 

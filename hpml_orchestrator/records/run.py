@@ -138,7 +138,7 @@ class Attempt:
 
     @property
     def restart(self) -> str:
-        """How often Slurm had requeued its job when it started, as the job wrote it."""
+        """How often Slurm had requeued its job before this start, as the job recorded it."""
         return self._claimed("restart")
 
     @property
@@ -168,7 +168,7 @@ class Attempt:
         write_json(self.directory / "next.json", record)
 
     def newest_start(self) -> Start | None:
-        """The last time that sbatch was about to be called for a continuation of it, if ever."""
+        """The last recorded call of sbatch for a continuation of it, if any."""
         return newest_start(self.directory / "next.started")
 
     def mark_start(self, number: int, *, now: float) -> bool:
@@ -190,7 +190,7 @@ class Attempt:
 
     @property
     def nodes(self) -> str:
-        """The list of nodes that it ran on, as the scheduler gave it; empty where not known."""
+        """The nodes that it ran on, in the scheduler's notation; empty if unknown."""
         started = self.started
         return str(started.data.get("nodes", "")) if started is not None else ""
 
@@ -246,11 +246,11 @@ class Attempt:
         append_line(self.directory / "stop", line)
 
     def markers(self, kind: str) -> list[Marker]:
-        """What nodes reported of themselves, `ready` or `failed`, by node."""
+        """The nodes' own reports, `ready` or `failed`, by node."""
         return _records(self.directory / "nodes", f".{kind}.json")
 
     def proofs(self) -> list[ProofRecord]:
-        """What the agents saw of the ranks' binding, by node."""
+        """The agents' proofs of the ranks' binding, by node."""
         return _records(self.directory / "binding", ".proof.json")
 
     def plans(self) -> dict[str, str]:

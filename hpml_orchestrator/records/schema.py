@@ -1,4 +1,4 @@
-"""What the record files hold: types of the JSON objects in `submit.json` and the other files.
+"""The contents of the record files: types of the JSON objects in `submit.json` and others.
 
 Each file has one reader, in `submission.py` or `run.py`. It checks the fields that every user of
 the record needs. Older versions of hpml did not write the fields of the classes with `total=False`.
@@ -300,7 +300,7 @@ class CollectedEntry(TypedDict):
 
 
 class Marker(TypedDict, total=False):
-    """What a node reported of itself: `nodes/NODE.KIND.json`."""
+    """A node's own report: `nodes/NODE.KIND.json`."""
 
     node: str
     host: str
@@ -370,14 +370,14 @@ class RankProofFields(TypedDict, total=False):
 
 
 class ProofRecord(TypedDict, total=False):
-    """What an agent saw of its ranks: `binding/NODE.proof.json`."""
+    """An agent's proof of its ranks' binding: `binding/NODE.proof.json`."""
 
     node: str
     ranks: list[RankProofFields]
 
 
 class SoftwareRecord(TypedDict, total=False):
-    """What the ranks of an attempt run in: `software.json`."""
+    """The software of an attempt's ranks: `software.json`."""
 
     file: str  # path of the file, set by its reader
     node: str

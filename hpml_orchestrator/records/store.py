@@ -106,7 +106,7 @@ class Store:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All directories that records are written to; the root may hold others."""
+        """All directories with records; the root may contain others."""
         return (self.submissions_dir, self.runs_dir, self.archives_dir, self.root / "local")
 
     def local_home(self, host: str) -> Path:
@@ -198,7 +198,7 @@ class Store:
                 return
             path.unlink()
         write_text(path, content, mode=0o444)
-        # Without hard links, or permission to write there, every submission has its own copy.
+        # Without hard links or permission to write there, every submission keeps its own copy.
         with contextlib.suppress(OSError):
             self.archives_dir.mkdir(exist_ok=True)
             # link() does not replace a damaged file of that name, rename does.

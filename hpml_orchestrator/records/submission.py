@@ -49,11 +49,11 @@ _REQUEST: Fields = {
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of sbatch, from before it is made.
+    """One call of sbatch; its records exist before the call.
 
     Attributes:
         directory: of its records.
-        index: the one task of its array that is meant; None for all of it.
+        index: the task of its array that this object stands for; None for the whole submission.
     """
 
     directory: Path
@@ -93,9 +93,9 @@ class Submission:
         return record
 
     def job(self) -> ScheduledJob | None:
-        """The scheduler's answer, `job.json`; None while it is not known.
+        """The scheduler's answer, `job.json`; None while it is unknown.
 
-        Of one task of an array its continuation, if it has one.
+        For one task of an array, this is its continuation if there is one.
         """
         own = None if self.index is None else self._optional(f"job.{self.index}.json", _JOB)
         job: ScheduledJob | None = own or self._optional("job.json", _JOB)
@@ -112,7 +112,7 @@ class Submission:
         return jobs
 
     def refused(self) -> RefusalRecord | None:
-        """Why the scheduler refused, `refused.json`; None if it did not, or is not known to."""
+        """The scheduler's reason for a refusal, `refused.json`; None without one."""
         record: RefusalRecord | None = self._optional("refused.json", {"reason": _is_text})
         return record
 
@@ -188,11 +188,11 @@ class Submission:
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
     def record_absence(self, starts: int) -> None:
-        """Record that these starts of sbatch made no job, which is certain."""
+        """Record that these calls of sbatch certainly created no job."""
         write_json(self.directory / "not_submitted.json", {"starts": starts})
 
     def is_absent(self, starts: int) -> bool:
-        """Whether it is recorded that the starts so far, of that number, made no job."""
+        """Whether it is recorded that this many calls of sbatch created no job."""
         return (self._optional("not_submitted.json") or {}).get("starts") == starts
 
     def mark_started(self, *, now: float, number: int | None = None) -> bool:
@@ -221,17 +221,17 @@ class Submission:
         return newest_start(self.directory / STARTED_MARKER)
 
     def starts(self) -> int:
-        """How often a process was about to call sbatch."""
+        """The number of recorded calls of sbatch."""
         newest = self.newest_start()
         return newest.number if newest else 0
 
     def started_at(self) -> float | None:
-        """When sbatch was last about to be called, seconds since the epoch; None: never."""
+        """Time of the last recorded call of sbatch, seconds since the epoch; None without one."""
         newest = self.newest_start()
         return newest.time if newest else None
 
     def submitter_is_gone(self) -> bool:
-        """Whether the process that was last about to call sbatch is known to be dead."""
+        """Whether the process that last recorded a call of sbatch is known to be dead."""
         newest = self.newest_start()
         return bool(newest and newest.owner and not owner_is_alive(newest.owner))
 

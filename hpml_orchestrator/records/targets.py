@@ -87,7 +87,7 @@ def publish(path: Path, address: str, labels: Mapping[str, str]) -> None:
 
 
 def renew(path: Path) -> bool:
-    """Renew a target; returns False if its file is gone or cannot be changed."""
+    """Renew a target; False if its file is missing or cannot be changed."""
     try:
         os.utime(path, follow_symlinks=False)
     except OSError:
@@ -110,9 +110,9 @@ def withdraw_run(directory: Path, run: str) -> None:
 
 
 def remove_stale(directory: Path) -> list[str]:
-    """Remove this user's targets whose agents died; returns their names.
+    """Remove this user's targets whose agents died; return their names.
 
-    A file removed because of a wrong clock comes back: its agent writes it again.
+    If a wrong clock removes a live agent's file, the agent writes it again.
     """
     stale_before = time.time() - STALE_SECONDS
     stale = [path for path, modified in _own_files(directory).items() if modified < stale_before]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
 _PREFIXES = ("", "k", "M", "G", "T", "P")
-_RATE_STEP = 999.5  # with three digits, more is a thousand
+_RATE_STEP = 999.5  # rounded to three digits, more is 1000
 
 
 def seconds_text(seconds: float) -> str:
@@ -117,7 +117,7 @@ def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str
 
 
 def printable(text: str) -> str:
-    r"""Return a text on one line, without what a terminal would obey.
+    r"""Return a text on one line, without control characters for a terminal.
 
     >>> printable("a\x1b[31mb\nc")
     'a[31mb c'
@@ -126,6 +126,6 @@ def printable(text: str) -> str:
 
 
 def beside(rows: Iterable[CollectedEntry]) -> str:
-    """Return what else was found at the place of the results, by rows of `collected.json`."""
+    """Return a note of other names next to missing results, from rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
     return f"; next to it: {', '.join(names)}" if names else ""

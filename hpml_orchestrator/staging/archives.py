@@ -1,9 +1,8 @@
 """Tar archives and directories of tar shards as sources, read with the standard library.
 
-Nothing of an archive is trusted: `tarfile` only reads headers, members.py decides what may be
-written, and the copier writes it. The first pass reads the headers and plans, nothing
-is written before that; a compressed archive is decompressed a second time, and a bomb is given up
-as soon as it does not fit.
+Nothing in an archive is trusted: `tarfile` only reads headers, members.py decides what may be
+written, and the copier writes it. The first pass reads all headers and makes the plan; nothing is
+written before. A compressed archive is decompressed twice, and a bomb only until it does not fit.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class TarSource:
         return False
 
     def _rows(self, members: Members) -> Iterator[tuple[int, list[Row]]]:
-        """Yield what the headers say, archive by archive; of many shards by forked workers."""
+        """Yield the members, archive by archive; forked workers read the headers of many shards."""
         numbers = range(len(self._stamps))
         # A compressed archive is always one file here, so `_scan` gets its members only in this
         # process, where it can give up on a bomb while decompressing.
@@ -191,7 +190,7 @@ class TarSource:
                     tar.members = []  # type: ignore[attr-defined] # tarfile keeps every one
                     yield _row(cast("_Info", info))
                     if self.ordered and members is not None and members.total_bytes > most:
-                        members.check_bytes(stamp.size)  # what follows is not even read
+                        members.check_bytes(stamp.size)  # raises, so the rest is never read
                 while self.ordered and data.read(BLOCK_BYTES):
                     pass  # to the end, where the decompressor compares its checksum
         except SourceChangedError as error:
@@ -205,7 +204,7 @@ class TarSource:
 
     @contextlib.contextmanager
     def opened(self, number: int, buffer_bytes: int = BLOCK_BYTES) -> Iterator[IO[bytes]]:
-        """Open an archive for reading what it holds."""
+        """Open an archive and yield its uncompressed contents."""
         stamp = self._stamps[number]
         file = ArchiveFile(stamp.path, self._retry, stamp)
         with io.BufferedReader(file, BLOCK_BYTES if self.ordered else buffer_bytes) as raw:
@@ -219,11 +218,11 @@ class TarSource:
         return _TarReader(self, plan)
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """Return in which archive a file of the plan is, and at what offset."""
+        """Return the number of the archive with a file of the plan, and the file's offset in it."""
         return self._which[number], self._starts[number]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no descriptor stays open."""
 
 
 class _TarReader:
@@ -306,7 +305,7 @@ class _Info(tarfile.TarInfo):
     """A member as tarfile reads it, with the checks that tarfile lacks."""
 
     archive = ""
-    kept_bytes = 0  # of extended headers for all members that follow
+    kept_bytes = 0  # size of all global headers so far
 
     @classmethod
     def of(cls, archive: str) -> type[_Info]:

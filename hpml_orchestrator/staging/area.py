@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
 
     Fill = Callable[[str, NameLock], Manifest]
-    # publishes data in an entry's directory, and leaves its progress in the lock
+    # publishes data in an entry's directory and writes its progress to the lock
 
 
 class StoreEntry:
-    """An entry that this process holds a lease on.
+    """An entry on which this process has a lease.
 
     Attributes:
         path: its directory.
-        data: the published data in it, if there is any.
+        data: path of its published data, which may not exist yet.
     """
 
     def __init__(self, path: str, lease: int) -> None:
@@ -120,7 +120,7 @@ class JobArea:
             raise InputError(message + shown(published), field="source", value=request.source)
 
     def owner(self) -> Owner:
-        """Describe the process that answers for what this area makes."""
+        """Describe the process that owns everything in this area."""
         return this_owner(self.job_key, self._owner_pid, proc_root=self.store.proc_root)
 
     def open(self) -> None:
@@ -147,7 +147,7 @@ class JobArea:
                 # between would find an area that nothing uses.
                 self._lease = _leased(self.path)
         except BaseException:
-            with contextlib.suppress(HpmlError):  # a store that was made for nothing is removed
+            with contextlib.suppress(HpmlError):  # remove a store that was created in vain
                 self.store.sweep()
             raise
 
@@ -180,7 +180,7 @@ class JobArea:
             trash = [self.store.retire(self.path)] if os.path.lexists(self.path) else []
             if None in trash:
                 return False
-            with contextlib.suppress(StagingError):  # a cache that is a link: nothing was put there
+            with contextlib.suppress(StagingError):  # the cache is a link, so it was never used
                 own = [entry for entry in self.store.entries() if job_of(entry) == self.job_key]
                 trash += map(self.store.retire, own)
         # Removing many files takes long, so it happens here, without the store's lock: other jobs
@@ -189,7 +189,7 @@ class JobArea:
         return True
 
     def remove_stale(self) -> None:
-        """Remove what dead jobs of this user left under this base.
+        """Remove everything that dead jobs of this user left under this base.
 
         An area stays if its owner is alive or unknown, if a process holds its lease, or if it is
         this one. Only two kinds of entries are removed: those that a killed stager left incomplete,
@@ -233,7 +233,7 @@ class JobArea:
         waits: bool = True,
         on_progress: OnProgress | None = None,
     ) -> tuple[StoreEntry, Manifest] | None:
-        """Return an entry with complete data in it: found, waited for, or made.
+        """Return an entry with complete data: find it, wait for another job's copy, or fill it.
 
         Args:
             key: its name.
@@ -277,7 +277,7 @@ class JobArea:
         with as_staging_error(entry.path):
             # This process holds the entry's lock, so whoever wrote a partial copy is dead.
             for found in os.listdir(entry.path):
-                if found.startswith(PARTIAL):  # its stager did not complete it
+                if found.startswith(PARTIAL):
                     remove_tree(f"{entry.path}/{found}")
             manifest = whole(entry.data)
             if manifest is not None and self._is_sure(entry, retry):

@@ -1,6 +1,6 @@
-"""Target `auto`: the node's memory, its disk, or the data in place; with the reason.
+"""Target `auto`: choose between the node's memory, its disk, and the data in place, with a reason.
 
-Memory takes at most half of what is free there: files in it count as memory of the job, which
+Data may take at most half of the free memory: files in memory count as memory of the job, which
 needs the other half.
 """
 
@@ -31,12 +31,12 @@ _TARGETS = ("shm", "local")
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """The chosen target.
 
     Attributes:
         target: "shm", "local" or IN_PLACE.
-        why: in a few words.
-        others: (target, why not) of the other targets.
+        why: the reason in a few words.
+        others: (target, reason against it) of the other targets.
     """
 
     target: str
@@ -60,11 +60,11 @@ def stage_chosen(
     storage: Callable[[str], str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> StageOutcome:
-    """Stage what a command line asks for: choose the target if it is "auto".
+    """Stage the request of a command line; choose the target if it is "auto".
 
     Args:
-        request: what is wanted.
-        stager: brings it.
+        request: the data.
+        stager: stages it.
         storage: `own_storage`, or a fake.
         clock: seconds.
 
@@ -148,7 +148,7 @@ def _choose(
 
 
 def _allowed(room: Room) -> Room:
-    """Return the part of a room that may be taken: of memory half of what is free."""
+    """Return the part of the room that data may take: half if it is memory, else all."""
     return dataclasses.replace(room, bytes=room.bytes // 2) if room.in_memory else room
 
 
@@ -165,7 +165,7 @@ def _misfit(need: Need, room: Room) -> str:
 
 
 def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") -> str:
-    """Return which fast storage of this node holds a path, such as "disk (ext4)"; "" for none.
+    """Return the node's own fast storage that a path is on, such as "disk (ext4)"; "" if none.
 
     Shared and network file systems, FUSE and spinning disks do not count as fast.
 

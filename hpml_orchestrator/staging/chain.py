@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import LocalSupply
 
-    Body: TypeAlias = Any  # what a message carries besides bytes, by its word
+    Body: TypeAlias = Any  # content of a control message; its type depends on the word
 
-_MOST_MESSAGES = 32  # that wait to be written; 1.25 MiB each at most
+_MOST_MESSAGES = 32  # limit of the inbox; a message has at most 1.25 MiB
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
@@ -121,9 +121,8 @@ class _Member(Supply):
                     came.setdefault(one, time.monotonic())
                     if one > place.index:
                         trouble = self._call(card) or trouble
-                # Two limits: agents start minutes apart on a busy cluster, but a neighbour that has
-                # posted its address is up, so failing to reach it means that the network does not
-                # connect them.
+                # Two limits: agents may start minutes apart. But a neighbour that has posted its
+                # address is up, so if it cannot be reached, the network does not connect them.
                 patience = place.join_seconds if one in came else place.come_seconds
                 if one in self._missing() and time.monotonic() - came.get(one, began) > patience:
                     raise StagingError(
@@ -179,7 +178,7 @@ class _Member(Supply):
     def _take(self, link: Link | None, word: str, body: Body, message: bytes) -> None:
         if word == "caller":
             connection, name = body
-            # A neighbour whose greeting was lost connects again; only the first connection counts.
+
             if self._up is None:
                 self._up = self._link(connection, name or "the node before")
             else:
@@ -252,7 +251,7 @@ class _Member(Supply):
         return broken
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave the chain: remove what was posted, and give the neighbours the reason."""
+        """Leave the chain: remove this node's records, and send the neighbours the reason."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -278,7 +277,7 @@ class _Member(Supply):
 
 
 class Head(_Member):
-    """The first node of a chain: it reads the source, and what it reads goes to all the others.
+    """The first node of a chain, which reads the source and sends it to all others.
 
     Args:
         local: reads the source.

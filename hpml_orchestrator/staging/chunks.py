@@ -68,7 +68,7 @@ class SendingSource:
             yield data
 
     def flush(self) -> None:
-        """Send what was gathered."""
+        """Send the gathered chunks."""
         message, self._gathered = self._gathered, bytearray(DATA)
         if len(message) > len(DATA):
             self._send(message)
@@ -79,7 +79,7 @@ class SendingSource:
 
 
 class _OpenFile:
-    """A file of which some chunks have come."""
+    """A file of which some chunks have arrived."""
 
     def __init__(self, fd: int, digest: Digest) -> None:
         self.fd = fd
@@ -88,16 +88,16 @@ class _OpenFile:
 
 
 class ChunkWriter:
-    """Writes chunks as they come.
+    """Writes chunks as they arrive.
 
     Args:
-        plan: what may come.
+        plan: the expected files.
         dir_fd: the directory to fill; -1 writes nothing, for a node that has the data already.
-        how: how files are hashed.
+        how: the hash of the files.
 
     Attributes:
-        digests: of the files that are complete, by number.
-        bytes: that came.
+        digests: of the complete files, by number.
+        bytes: how many have arrived.
     """
 
     def __init__(self, plan: CopyPlan, dir_fd: int, how: Hashing) -> None:

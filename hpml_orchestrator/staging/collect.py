@@ -140,7 +140,7 @@ def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
 
 
 def _publish(partial: str, target: str, *, is_file: bool) -> str:
-    if is_file:  # the engine makes a directory that holds it
+    if is_file:  # the copier always fills a directory
         (name,) = os.listdir(partial)
         os.rename(f"{partial}/{name}", target)
         os.rmdir(partial)

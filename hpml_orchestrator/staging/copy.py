@@ -81,7 +81,7 @@ def copy(
     retry: Retry,
     progress: CopyProgress,
 ) -> list[bytes]:
-    """Fill an existing empty directory with what was planned; the caller removes it on errors.
+    """Copy everything in a plan to an existing empty directory; the caller removes it on errors.
 
     Returns:
         the digest of each of the plan's files; nothing without hashing.
@@ -95,7 +95,7 @@ def copy(
     copier = _Copier(plan, source, target_dir, options, retry, progress)
     problems, threads = copier.problems, copier.processes * copier.threads
     # With `goes_on`, hard links may lead to files that could not be copied.
-    missing = [FileNotFoundError] if options.goes_on else []  # what could not be copied
+    missing = [FileNotFoundError] if options.goes_on else []
     target = os.open(target_dir, _DIRECTORY)
     try:
         make_directories(plan, target, retry)

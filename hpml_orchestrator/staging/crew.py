@@ -110,7 +110,7 @@ def _feed(feed: int, numbers: Sequence[int]) -> int:
 
 
 class _Worker:
-    """A forked process that ends with this one and holds none of its descriptors.
+    """A forked process that dies with this one and shares none of its descriptors.
 
     Attributes:
         line: a descriptor that is readable when `listen` has something to do.
@@ -141,7 +141,7 @@ class _Worker:
             os.close(theirs)
 
     def listen(self, on_report: Callable[..., None]) -> bool:
-        """Call `on_report` with what the worker reported; False when it has ended well.
+        """Call `on_report` for each report of the worker; False once it has ended without error.
 
         Raises:
             StagingError: it died, or raised an HpmlError.

@@ -37,8 +37,8 @@ CHUNK_BYTES = 4 << 20
 _START_SECONDS = 0.5
 """Time until a chain's first byte: the nodes have to find one another."""
 
-_OPENS_AT_ONCE = 64  # of one node
-_OPEN_SECONDS = 1e-3  # at a metadata server that others use, too
+_OPENS_AT_ONCE = 64  # by one node
+_OPEN_SECONDS = 1e-3  # at a metadata server under load
 
 _WORTH = 0.9
 """`chain` must take at most this part of the time of `shared` to be chosen."""

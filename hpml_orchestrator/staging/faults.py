@@ -123,7 +123,7 @@ class Retry:
             raise StagingStopped
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Return what the call returns; raises its last OSError if the fault does not pass."""
+        """Call with retries and return the result; raises the last OSError if the fault stays."""
         try:
             return call()
         except OSError as error:
@@ -156,7 +156,7 @@ class Retry:
 _HINTS = {
     os.strerror(errno.EACCES): UNREADABLE,
     os.strerror(errno.EPERM): UNREADABLE,
-    os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
+    os.strerror(errno.ENOENT): _WRITTEN,  # it existed when its directory was listed
     str(SourceChangedError()): _WRITTEN,
 }
 """Hints by the text of a fault: workers in other processes report nothing but the text."""

@@ -32,8 +32,7 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     """Try to take a flock; False if another process holds it."""
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
-        # flock, because the kernel releases it however its holder dies: no lock is ever stale. It
-        # works on the node's own file systems only, and staging takes no other.
+        # flock, because the kernel releases it however its holder dies: no lock is ever stale.
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

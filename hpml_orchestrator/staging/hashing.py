@@ -23,7 +23,7 @@ Buffer = Union[bytes, bytearray, memoryview]
 
 
 class Digest(Protocol):
-    """A digest that is being made."""
+    """A digest under construction, as in hashlib."""
 
     def update(self, data: Buffer, /) -> object:
         """Take more data."""
@@ -58,7 +58,7 @@ def hashing_named(name: str) -> Hashing | None:
 
 
 def hashed(blocks: Iterable[Buffer], how: Hashing) -> bytes:
-    """Return the digest of a file whose bytes come in order."""
+    """Return the digest of blocks of bytes."""
     digest = how.new()
     for data in blocks:
         digest.update(data)
@@ -83,7 +83,7 @@ def _xxhash() -> ModuleType | None:
     sys.modules["xxhash"] = module
     try:
         spec.loader.exec_module(module)
-    except ImportError:  # of another Python
+    except ImportError:  # built for another Python
         del sys.modules["xxhash"]
         return None
     return module

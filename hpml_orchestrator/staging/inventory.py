@@ -1,4 +1,4 @@
-"""List what this user has staged on a node, and remove what nothing uses."""
+"""List a user's staged data on a node, and remove data that nothing uses."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class StoredData:
 
 @dataclass
 class Cleaned:
-    """What `clean` did.
+    """The result of `clean`.
 
     Attributes:
-        removed: the data that is gone.
-        kept: (path, reason) of what stays.
-        leftovers: directories of dead jobs without published data, and half-removed ones.
+        removed: the removed data.
+        kept: (path, reason) of everything that stays.
+        leftovers: removed directories without published data: of dead jobs, or half removed before.
     """
 
     removed: list[StoredData] = field(default_factory=list)
@@ -68,12 +68,12 @@ class Cleaned:
 
     @property
     def bytes(self) -> int:
-        """Sum of the sizes of the data that is gone."""
+        """Sum of the sizes of the removed data."""
         return sum(staged.bytes for staged in self.removed)
 
 
 def list_staged(bases: Sequence[str]) -> list[StoredData]:
-    """Return what this user has under some bases; links of jobs to kept data are not listed.
+    """Return this user's data under some bases; links of jobs to kept data are not listed.
 
     Raises:
         StagingError: a store is not ours to use.
@@ -96,7 +96,7 @@ def clean(
     older_seconds: float | None = None,
     dry_run: bool = False,
 ) -> Cleaned:
-    """Remove what dead jobs left and kept data that was never completed or is damaged.
+    """Remove leftovers of dead jobs, and kept data that is incomplete or damaged.
 
     Data in use and data of other users are never removed.
 
@@ -156,7 +156,7 @@ def _clean(
 
 
 def _retire(store: NodeStore, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
-    """Move directories aside; returns their new paths, and why one stays; the store is held."""
+    """Move directories aside under the store's lock; return new paths, and why one stays."""
     retired = list(group) if dry_run else []
     for path in [] if dry_run else group:
         try:

@@ -64,7 +64,7 @@ _NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route
 
 @dataclass(frozen=True)
 class ChainPosition:
-    """A node's position among those that stage one thing, and the files by which they meet.
+    """A node's position among the nodes of a chain, and the files by which they find each other.
 
     Attributes:
         path: of those files, without the last part of their names.
@@ -96,7 +96,7 @@ class ChainPosition:
         return self.index == self.nodes - 1
 
     def name_of(self, index: int) -> str:
-        """Return what to call a node that has not given its name."""
+        """Return a name for a node, its index if the names are unknown."""
         return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
 
     def post(self, what: str, **record: object) -> None:
@@ -124,7 +124,7 @@ class ChainPosition:
         return found if isinstance(found, dict) else None
 
     def start(self) -> dict[str, object]:
-        """Return the first node's record, once it is there.
+        """Wait for the first node's record and return it.
 
         Raises:
             StagingError: the first node did not come, or failed; with its reason.
@@ -135,7 +135,8 @@ class ChainPosition:
         while (found := self.read(START)) is None:
             if self.should_stop():
                 raise StagingStopped
-            # Reading the source may take it long. If its agent dies, the job ends anyway.
+            # Scanning the source may take the first node long. If its agent dies, the job ends
+            # anyway.
             if time.monotonic() > end and self.read("0") is None:
                 within = f"within {self.come_seconds:.0f} s"
                 raise StagingError(f"{self.name_of(0)} did not come {within}")
@@ -145,7 +146,7 @@ class ChainPosition:
         return found
 
     def refuse(self, error: BaseException) -> None:
-        """Give all who wait for this first node's record the reason why it ends."""
+        """Publish the reason why this first node ends, for the nodes that wait for its record."""
         told = f"{self.node}: {reason_of(error)}"
         self.post(START, error=told, hint=str(getattr(error, "hint", "")))
 
@@ -171,16 +172,16 @@ def reason_of(error: BaseException) -> str:
 
 
 class BrokenLinkError(StagingError):
-    """The neighbour is gone or hangs; its last message may give the reason."""
+    """The neighbour has disconnected or hangs; its last message may contain the reason."""
 
 
 def connect(
     address: str, port: int, secret: bytes, own: tuple[int, str], timeout: float
 ) -> Connection:
-    """Connect to the node behind, with the own index and name; both prove the secret.
+    """Connect to the next node and send this node's index and name; both prove the secret.
 
     Raises:
-        StagingError: what answers there does not have the secret.
+        StagingError: another program answers, which does not have the secret.
         OSError: nothing answers there, or not in time.
     """
     connection = _connection(socket.create_connection((address, port), timeout=timeout), timeout)

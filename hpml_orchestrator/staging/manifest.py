@@ -60,7 +60,7 @@ class Listing:
 
     @classmethod
     def of(cls, plan: CopyPlan, digests: list[bytes]) -> Listing:
-        """Return the listing of what a plan made."""
+        """Return the listing of a copied plan."""
         return cls(
             [entry.path for entry in plan.files],
             [entry.size for entry in plan.files],

@@ -65,7 +65,7 @@ class Members:
         self._parent = ""  # the last one that was found to be a directory
 
     def check_count(self, count: int) -> None:
-        """Refuse an archive of more members than any honest one has.
+        """Refuse an archive with an absurd number of members.
 
         Raises:
             StagingError: there are too many.
@@ -74,7 +74,7 @@ class Members:
             raise StagingError(f"{shown(self._source)}: holds more than {MOST_MEMBERS} members")
 
     def check_bytes(self, packed: int) -> None:
-        """Refuse an archive that unpacks to absurdly more than it has.
+        """Refuse an archive that unpacks to absurdly more bytes than it has.
 
         Args:
             packed: the archive's own bytes.
@@ -136,7 +136,7 @@ class Members:
         self.plan.symlinks.append(self._links[path])
 
     def hard_link(self, name: str, target: str) -> None:
-        """Plan a further name of a file or symbolic link that came before.
+        """Plan a further name of an earlier file or symbolic link.
 
         tar stores further names of a symbolic link in the same way; they become links with the
         same text, as when a tree is copied.
@@ -203,7 +203,7 @@ class Members:
 
 
 def honest_bytes(packed: int) -> int:
-    """Return how many bytes a compressed archive of so many may hold."""
+    """Return the limit of uncompressed bytes for a compressed archive of that size."""
     return max(_HARMLESS_BYTES, _HONEST_RATIO * packed)
 
 

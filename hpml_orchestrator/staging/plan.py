@@ -68,7 +68,7 @@ class Symlink(NamedTuple):
 
 @dataclass
 class CopyPlan:
-    """Everything that will be made below one directory.
+    """Everything that a copy creates below one directory.
 
     Attributes:
         source_root: directory that the entries' paths start from (not used for an archive).
@@ -123,7 +123,7 @@ class CopyPlan:
         return digest.digest()
 
     def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:
-        """Return what the plan takes on a file system, manifest included.
+        """Return the bytes and inodes that the plan takes on a file system, manifest included.
 
         Args:
             block_bytes: files take a multiple of this.
@@ -221,7 +221,7 @@ class _Looker:
 
 
 def scan_file(source: str, retry: Retry) -> CopyPlan:
-    """Plan a directory that holds one file by the name that the source has.
+    """Plan a directory with a single file, under the name of the source.
 
     Raises:
         OSError: the file cannot be looked at.

@@ -48,7 +48,7 @@ class CopyProgress:
         self._bytes_total, self._files_total = total_bytes, total_files
 
     def add(self, done_bytes: int, done_files: int = 0) -> None:
-        """Count what was done (negative: undone), and report it once a second."""
+        """Add to the counts (negative: the work is repeated), and report them once a second."""
         with self._lock:
             self._bytes += done_bytes
             self._files += done_files
@@ -103,7 +103,7 @@ def share_out(files: Sequence[TreeEntry], workers: int, *, streams: int = 1) -> 
 
 
 class Tally:
-    """Counts what one thread of a worker has done, and reports it from time to time.
+    """Counts the work of one thread and reports it from time to time.
 
     Args:
         done: called with bytes, files, and (number, digest) of files since the last report.
@@ -122,7 +122,7 @@ class Tally:
             self.report()
 
     def report(self) -> None:
-        """Report what was done since the last report; fewer bytes if a file is read again."""
+        """Report the work since the last report; negative bytes if a file is read again."""
         then, self._reported = self._reported, (self.bytes, self.files)
         self._done(self.bytes - then[0], self.files - then[1], self.digests)
         self.digests = []

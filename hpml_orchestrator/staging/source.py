@@ -1,4 +1,4 @@
-"""What data is staged from: one `Source` per kind, read by several workers at once.
+"""Sources of data: one `Source` per kind, read by several workers at once.
 
 The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
 reader. Directories and files are read here, archives in archives.py and zips.py.
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Open for reading; called in the worker, after the fork."""
 
     def close(self) -> None:
-        """Close what is open; called once at the end, also after errors."""
+        """Close all descriptors; called once at the end, also after errors."""
 
 
 class SourceReader(Protocol):
@@ -63,8 +63,8 @@ class SourceReader(Protocol):
     def read(self, number: int) -> Iterator[Buffer]:
         """Yield the bytes of `plan.files[number]`, at most BLOCK_BYTES at a time.
 
-        A buffer is valid until the next but one is asked for. Exactly the file's bytes come, or an
-        error.
+        A buffer stays valid while the next one is read. The result is exactly the file's bytes, or
+        an error.
 
         Raises:
             SourceChangedError: the file has changed since it was planned.

@@ -62,7 +62,7 @@ def is_own_type(kind: str) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """What data takes on a file system; `at_least` when counting stopped early."""
+    """Bytes and inodes that data takes on a file system; `at_least` if counting stopped early."""
 
     bytes: int
     inodes: int
@@ -71,7 +71,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Room:
-    """What a directory's file system still takes.
+    """The room that is left for a directory.
 
     Attributes:
         bytes: for an ordinary user; on a tmpfs no more than the job's memory limits leave.
@@ -177,7 +177,7 @@ def room_without(room: Room, directories: list[str]) -> Room:
 
 
 class DirectoryUsage(NamedTuple):
-    """What a directory holds, and what it takes on its file system.
+    """The contents of a directory, and the room that it takes on its file system.
 
     Attributes:
         bytes: sum of the sizes of its regular files, each inode counted once.
@@ -243,7 +243,7 @@ def round_up(count: int, block_bytes: int) -> int:
 
 
 class Headroom(NamedTuple):
-    """Bytes that may still be used, and what sets that figure."""
+    """Bytes that may still be used, and the limit that they come from."""
 
     bytes: int
     why: str

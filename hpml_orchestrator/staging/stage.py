@@ -87,9 +87,9 @@ class CopyStager:
         self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
-        """Publish the data of one request, or find it published already.
+        """Publish the data of one request, unless it is published already.
 
-        The first request for a base also removes what dead jobs of this user left there.
+        The first request for a base also removes leftovers of this user's dead jobs there.
 
         Args:
             request: what to stage, and where.
@@ -218,8 +218,8 @@ class CopyStager:
         if request.keep and keys:
             made = keys[-1]
         for key in (*keys, own):
-            # What the name led to before is out of date or damaged, or this point would not be
-            # reached.
+            # The job's own entry may be out of date or damaged: `_linked` would have returned a
+            # good one.
             if key == own:
                 self._release(f"{area.store.cache}/{own}")
                 area.drop(own)
@@ -347,9 +347,9 @@ class CopyStager:
         return "" if os.access(base, os.W_OK | os.X_OK) else f"{base} cannot be written"
 
     def room_without_idle(self, target: str) -> Room:
-        """Return the room at a target, with what unused kept data would give back.
+        """Return the room that a target would have without unused kept data.
 
-        What dead jobs of this user left there is removed first.
+        Leftovers of this user's dead jobs are removed first.
 
         Raises:
             StagingError: the root is not ours to use.
@@ -360,7 +360,7 @@ class CopyStager:
         return area.store.room_without_idle(self._room(area.store.base))
 
     def area(self, target: str) -> JobArea:
-        """Return the open area of a target; what dead jobs left is removed when it is opened."""
+        """Return the open area of a target; remove leftovers of dead jobs when opening it."""
         base = self._bases.resolve(target)
         if base not in self._areas:
             area = self._unopened(target)
@@ -416,9 +416,9 @@ class CopyStager:
         self._areas.clear()
 
     def cleanup(self) -> None:
-        """Remove what this job staged, everywhere; may be called any number of times.
+        """Remove this job's data from all targets; may be called several times.
 
-        What is kept for later jobs stays in the caches.
+        Data that is kept for later jobs stays in the caches.
 
         Raises:
             StagingError: something cannot be removed; the other bases are cleaned all the same.

@@ -56,7 +56,7 @@ def open_source(
 
 
 class Supply(ABC):
-    """Brings the data of a request: this node reads the source, or the nodes of a chain do.
+    """Brings the data of a request to this node, from the source or through a chain.
 
     All methods but `fail` may raise StagingError and OSError.
 
@@ -79,7 +79,7 @@ class Supply(ABC):
 
     @abstractmethod
     def plan(self) -> CopyPlan:
-        """Return what will be made; the source is looked at once, and nothing is written."""
+        """Return the plan of the copy; scan the source at the first call, and write nothing."""
 
     @abstractmethod
     def fill(
@@ -145,12 +145,12 @@ class Supply(ABC):
         return digest.hexdigest()
 
     def is_source_of(self, manifest: Manifest) -> bool:
-        """Return whether published data came from this source; a link to it is the same."""
+        """Return whether published data came from this source, or from a link to it."""
         same = os.path.realpath(manifest.source) == os.path.realpath(self.request.source)
         return same and manifest.kind == self.kind
 
     def manifest(self, digests: list[bytes]) -> Manifest:
-        """Return the record of what was copied, with the digests of its files."""
+        """Return the record of the copied data, with the digests of its files."""
         request, plan = self.request, self.plan()
         listing = Listing.of(plan, digests)
         return Manifest(

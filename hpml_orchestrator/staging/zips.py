@@ -1,6 +1,6 @@
 """Zip archives as sources: `zipfile` lists and inflates their members.
 
-Nothing of an archive is trusted: members.py decides what may be written.
+Nothing in an archive is trusted: members.py decides what may be written.
 """
 
 from __future__ import annotations
