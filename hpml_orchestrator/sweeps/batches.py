@@ -108,7 +108,9 @@ class Batch:
 
 
 def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch]:
-    """Return the batches of a sweep, in order, from a number on."""
+    """Return the batches of a sweep in order, from number `start` on."""
+    # Batches are never removed, not even refused ones, so their numbers have no gaps and the count
+    # is the next number.
     count = len(list((directory / "batches").glob("*.json")))
     batches = []
     for number in range(start, count):
@@ -151,7 +153,7 @@ def create_batch(
     record = {
         **{name: getattr(batch, name) for name in _RECORDED},
         "tasks": [task.key for task in tasks],
-        # The plan has all points but those of a search.
+        # The plan does not have the points of a search, so the batch records them.
         "chosen": [] if plan.points else [asdict(task.point) for task in tasks],
     }
     path = directory / "batches" / f"{number}.json"
@@ -176,6 +178,8 @@ def send(
     """
     submission = batch.submission(store)
     try:
+        # An existing directory means that a process may have called sbatch before it died.
+        # `resume` looks for that job first; a plain second submission would run every point twice.
         if not submission.directory.is_dir():
             _prepare(store, plan, batch, cluster_name(scheduler), environment, now=clock())
             submit(submission, scheduler, environment=environment, clock=clock)
@@ -189,6 +193,8 @@ def send(
                 notice=_do_not_wait,
             )
     except (InputError, SchedulerError):
+        # A recorded refusal is the scheduler's answer, from which the controller learns its
+        # limits. Any other error leaves the batch undecided, for the caller to report.
         if submission.refused() is None:
             raise
     batch.read_answer(store)
@@ -270,6 +276,8 @@ def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[
         task = batch.submission(store, index)
         attempt = run_of(task).newest()
         end = attempt.ended if attempt else None
+        # Only success is final by the task's own record. After any other end Slurm may requeue the
+        # task, which only the scheduler knows.
         if attempt and end and end.get("state") == JobState.COMPLETED and not end.get("goes_on"):
             begun = attempt.started
             done = replace(
@@ -300,6 +308,8 @@ def query(
                 continue
             over = state.over
             if state.lost:
+                # A task that still writes records is not lost, though the scheduler does not list
+                # it: the ten minutes count from its last write.
                 attempt = state.run.newest()
                 seen = max(batch.created, (attempt.last_written if attempt else None) or 0.0)
                 over = now() - seen > _LOST_SECONDS
@@ -320,6 +330,8 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
         value = data.get(metric, data.get(metric.removeprefix("test_")))
         if event.event == "evaluation" and not data.get("final") and value is not None:
             step = data.get("epoch", data.get("step", len(values) + 1))
+            # An attempt that resumes from a checkpoint repeats some epochs; the later value
+            # replaces the earlier one.
             values[int(step)] = float(value)
     return sorted(values.items())
 
@@ -332,7 +344,9 @@ def trained_since(task: Submission) -> float | None:
 
 
 def ask_to_stop(task: Submission, now: float) -> float:
-    """Ask a run to stop at its next step, for good; return since when it is asked."""
+    """Ask a run to stop at its next step, for good; return when it was first asked."""
+    # The controller cancels a run some time after the first request, so a later tick must not
+    # renew it.
     attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
     if attempt is not None and asked_at is None:
         attempt.request_stop(PRUNED, by="search", now=now)

@@ -40,7 +40,7 @@ class MethodCost:
     reached: int  # runs that reached the target accuracy
     bytes_sent: float  # by one rank until the end of the run, median
     steps: float | None  # to the target, median of the runs that reached it; None without any
-    comm_seconds: float  # that a rank waited for the others, median
+    comm_seconds: float  # a rank's wait for the others, median
     seconds: Estimate  # to the target accuracy; runs that missed it are censored
     times: tuple[float, ...]  # seconds to the target of the runs that reached it
     seeds: tuple[float, ...] = ()  # of these runs, in the same order; empty if not reported
@@ -93,6 +93,7 @@ def communication(rows: Iterable[PointRow]) -> Communication | None:
             key = method, int(told["world_size"]), told.get("bandwidth_mbit") or None
             groups[key].append(told)
             targets.add(told["target_accuracy"])
+    # Methods compare only at equal accuracy: a lower target is reached sooner.
     if len(targets) != 1 or len({method for method, _, _ in groups}) < 2:  # noqa: PLR2004
         return None
     order = sorted(groups, key=lambda key: (key[1], key[2] or math.inf, key[0] != BASELINE, key[0]))
@@ -107,6 +108,8 @@ def _cost(
         return [run[name] for run in runs if name in run]
 
     times, steps = values("seconds_to_accuracy"), values("steps_to_accuracy")
+    # A run that missed the target counts as censored at its end. Without it, a method that often
+    # fails would look fast.
     missed = [run["train_seconds"] for run in runs if "seconds_to_accuracy" not in run]
     seeds = [run["seed"] for run in runs if {"seconds_to_accuracy", "seed"} <= run.keys()]
     return MethodCost(
@@ -161,6 +164,8 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
         drawn = _paired_draws(cells) if is_paired else _independent_draws(cells)
         method = "bootstrap, paired by seed" if is_paired else "smoothed bootstrap"
         tail = (1 - CONFIDENCE) / 2
+        # Crossings may be 0 or infinite. np.quantile would interpolate between two infinities and
+        # return NaN, so the ends are taken from the sorted draws.
         crossings = np.sort(_crossings(bandwidths, drawn))
         low, high = (float(crossings[round(part * (_DRAWS - 1))]) for part in (tail, 1 - tail))
         interval = Interval(low, high, method)
@@ -178,10 +183,13 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
 
 def _have_same_seeds(costs: Sequence[MethodCost]) -> bool:
     seeds = {tuple(sorted(one.seeds)) for one in costs}
+    # A seed that occurs twice in a cell cannot be paired: which of its two runs belongs to which
+    # is arbitrary.
     return len(seeds) == 1 and all(0 < len(one.seeds) == len({*one.seeds}) for one in costs)
 
 
 def _independent_draws(cells: Sequence[Cell]) -> np.ndarray:
+    # The seed is fixed so that the same runs always give the same interval.
     random = np.random.default_rng(0)
     columns = [
         random.choice(log_medians(np.array(one.times)), _DRAWS)
@@ -201,7 +209,7 @@ def _paired_draws(cells: Sequence[Cell]) -> np.ndarray:
         times = np.log([time for _, time in sorted(zip(cost.seeds, cost.times, strict=True))])
         order = np.argsort(times)
         times, ordered = times[order], weights[:, order]
-        # A run is in the middle of its weight; the median has half of the weight below it.
+        # Each run sits in the middle of its weight; the median has half of all weight below it.
         below = np.cumsum(ordered, axis=1) - ordered / 2
         after = np.clip((below < 0.5).sum(axis=1), 1, count - 1)  # noqa: PLR2004 - the median
         rows = np.arange(_DRAWS)

@@ -83,6 +83,9 @@ def _judged(pairs: Sequence[Pair]) -> list[Pair]:
         for place, pair in enumerate(pairs)
         if pair.before and pair.after and not pair.doubt
     }
+    # Each setting is compared only with itself, so there are as many comparisons as settings.
+    # Repeat n of one sweep and repeat n of the other did not run in succession, so they form no
+    # pairs.
     found = statistics.distinguishable([*samples.values()], comparisons=len(samples))
     judged = list(pairs)
     for place, differ in zip(samples, found, strict=True):

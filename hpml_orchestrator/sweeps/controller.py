@@ -76,7 +76,7 @@ class Controller:
         self._directory = self._table.directory
         self._points = {point.number: point for point in plan.points}
         self._batches: list[Batch] = []
-        self._undecided: list[str] = []  # why, of each batch that may have a job
+        self._undecided: list[str] = []  # the reason for each batch that may have a job
 
     def tick(self) -> SweepProgress:
         """Do one round: nothing waits, so that a round takes seconds.
@@ -92,9 +92,13 @@ class Controller:
         except SchedulerUnavailable as error:
             holder = str(error)
         holder = holder or _take_lease(self._directory, self._clock())
+        # Without the lease the table is still read, so that any process can show the progress.
         self._table.read()
         if holder:
             return self._progress(holder)
+        # The order matters. What an earlier process left undecided comes first, then what has
+        # ended, then new points: limits and budget count the active tasks, and a search chooses by
+        # results.
         self._begin()
         self._settle()
         self._collect()
@@ -110,6 +114,8 @@ class Controller:
     def _begin(self) -> None:
         """Begin a round: read new batches, and the scheduler's answers to the others."""
         self._batches += read_batches(self._directory, self._plan, len(self._batches))
+        # The batches say which tasks exist; `state.json` only adds the scheduler's last answer. If
+        # it is lost or old, that costs one query, and no task is forgotten.
         known, self._table.active = self._table.active, {}
         for batch in self._batches:
             if not batch.job_id and not batch.refusal:
@@ -119,6 +125,8 @@ class Controller:
             key: row for key, row in known.items() if row.job_id and key in self._table.active
         }
         since = self._clock() - self._table.asked
+        # A clock that was set back makes `since` negative; then the query is allowed rather than
+        # blocked until the clock has caught up.
         self._may_ask = not 0 <= since < _QUERY_SECONDS[self._plan.backend]
         self._ended: dict[int, Submission] = {}  # tasks by point
         self._undecided, self._waits_for = [], ""
@@ -149,6 +157,8 @@ class Controller:
             if not cancelled:
                 self._send(batch)
             elif begun:
+                # A cancelled sweep submits nothing, but a submission that has begun may have a job,
+                # which must be found in order to be cancelled.
                 outcome = determine_outcome(
                     self._store, submission, self._scheduler, now=self._clock()
                 )
@@ -159,6 +169,7 @@ class Controller:
 
     def _send(self, batch: Batch) -> None:
         limits, tasks = self._table.limits, len(batch.tasks)
+        # The batch's own tasks have been active since it was recorded; the limits need the others.
         out = len(self._table.active) - tasks
         try:
             send(self._store, self._plan, batch, self._scheduler, self._environment, self._clock)
@@ -181,6 +192,8 @@ class Controller:
         keys = [task.key for task in batch.tasks if task.key not in self._table.finished]
         if not keys:
             return
+        # If no batch ever got a job, the request itself is wrong (partition, account), and all
+        # others would be refused too. Later refusals concern their own points only.
         if not any(other.job_id for other in self._batches):
             self._stop(f"the scheduler refused the first jobs: {batch.refusal}")
         for key in keys:
@@ -196,6 +209,8 @@ class Controller:
         for batch, indices in self._running():
             for index, state in batches.completed(self._store, batch, indices):
                 self._keep(batch, index, state)
+        # Records come first: a batch whose tasks have all completed needs no query of the
+        # scheduler.
         asked = [batch for batch, _ in self._running()]
         if asked and self._may_ask:
             self._table.asked = self._clock()
@@ -212,6 +227,8 @@ class Controller:
             self._table.active[task.key] = replace(self._table.active[task.key], **known)
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
+        # A run that is asked to stop may exit with status 0 or be cancelled after a minute. So the
+        # request, not the state, shows that it was pruned. A failure remains one.
         ended = row.state in ("COMPLETED", "CANCELLED")
         chosen = self._plan.spec.searches or self._plan.trial
         if ended and chosen and batches.stop_asked_at(state.submission) is not None:
@@ -226,6 +243,7 @@ class Controller:
         over = self._table.finished
         if self._table.resumed() or any(row.state == "COMPLETED" for row in over.values()):
             return
+        # A failed start that will be retried has not decided its point yet.
         active = {point for point, _ in (*self._table.active, *self._table.retries())}
         last = {point: row for (point, _), row in over.items() if point not in active}
         first = list(last.values())[:_FIRST_POINTS]
@@ -273,6 +291,8 @@ class Controller:
                 self._scheduler.cancel(late)
 
     def _waiting(self) -> list[list[Task]]:
+        # Retries form a block before all others. Within a block there is one group per shape,
+        # because all tasks of an array share a script.
         tasks = [(-1, Task(self._points[point], start)) for point, start in self._table.retries()]
         if self._plan.spec.searches:
             free = max(0, (self._plan.spec.parallel or 0) - len(self._table.active))
@@ -306,8 +326,11 @@ class Controller:
             number, tasks = len(self._batches), groups[0][: allowed.tasks]
             batch = create_batch(self._directory, self._plan, number, tasks, allowed.throttle, now)
             if batch is None:
+                # The number is taken: another controller decided on the same facts. The next round
+                # reads its batch and decides anew.
                 self._waits_for = "another process has just submitted for this sweep"
                 return
+            # One round may call sbatch many times and must not outlive its lease.
             _take_lease(self._directory, self._clock())
             self._batches.append(batch)
             self._add(batch)
@@ -332,6 +355,8 @@ class Controller:
         """Return the progress of the sweep; on a cluster the next tick is due after 5 to 30 s."""
         seen, least = self._table.progress(waits_for), _LOOK_SECONDS[self._plan.backend]
         finished = seen.finished and not self._undecided
+        # Each round reads files of every active task on the shared file system, so large sweeps
+        # look less often.
         pause = max(least, min(len(self._table.active) / _LOOKS_PER_SECOND, 30.0))
         return replace(seen, finished=finished, next_tick_seconds=0.0 if finished else pause)
 
@@ -354,6 +379,8 @@ def _take_lease(directory: Path, now: float) -> str:
     number = max(leases, default=0)
     if leases:
         newest = leases.pop(number)
+        # Clocks of two hosts may differ, so the age has no sign: a lease from the future expires
+        # too. A holder on another host counts as alive; only the age of its lease can end it.
         other, age = Owner.read(str(newest)), abs(now - read_mark(newest).get("renewed", 0.0))
         if other == owner:
             if age >= _RENEW_SECONDS:
@@ -402,5 +429,7 @@ def resume(
     _check_cluster(plan, (backends or backends_of(store))(plan.backend, plan.host))
     directory = directory_of(store, plan.id)
     if read_mark(directory / "stopped.json"):
+        # `resumed.json` comes first: after a kill between the two the sweep is still stopped, and
+        # `resume` can be repeated. In the other order the cancelled points would never start again.
         write_json(directory / "resumed.json", {"time": time.time() if now is None else now})
         (directory / "stopped.json").unlink(missing_ok=True)

@@ -75,7 +75,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
         self._paths: dict[str, JobPaths] = {}
 
     def watch(self, job_id: str, paths: JobPaths) -> None:
-        """Watch a job whose files are there."""
+        """Watch a job by its files."""
         self._paths[job_id] = paths
         self.register_job(job_id)
 
@@ -84,7 +84,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Return whether nothing more will happen with a job."""
+        """Return whether a job has ended for good."""
         self.get_info(job_id, mode=mode)
         return job_id in self._finished
 
@@ -107,7 +107,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
 
 
 class HpmlJob(core.Job[core.R]):
-    """A function that was submitted, in submitit's terms; `run` is the same in hpml's."""
+    """A submitted function as submitit sees it; `run` is what hpml calls it."""
 
     watcher = HpmlInfoWatcher()
 
@@ -195,6 +195,7 @@ class HpmlExecutor(core.Executor):
             size = max_array_size(backend, os.environ) if len(calls) > 1 else 1
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
+            # Slurm throttles each array by itself, so the chunks share the limit.
             limit = max(1, together // len(chunks))
             try:
                 for chunk in chunks:
@@ -202,6 +203,8 @@ class HpmlExecutor(core.Executor):
                     rendered = render_job(job, site=site, here=backend == "local")
                     jobs += self._submit(chunk, rendered, backend, of=len(calls))
             except BaseException:
+                # The caller gets no jobs if one chunk fails, so it could not cancel those already
+                # submitted.
                 for submitted in jobs:
                     submitted.cancel(check=False)
                 raise
@@ -229,6 +232,8 @@ class HpmlExecutor(core.Executor):
         make_absolute(fields, Path.cwd())
         base, last = None if "job_file" in given else _DEFAULTS, given.get("set", {}).items()
         resolved = load_job(path, [*fields.items(), *last], site, fields=base)
+        # Some parameters depend on the ranks and GPUs of the whole job (memory per CPU, for
+        # example), so the job is loaded without them first.
         derived, options = derived_from(given, resolved.job.resources)
         if derived or options:
             extra = ("resources.extra", [*resolved.job.resources.extra, *options])
@@ -245,7 +250,7 @@ class HpmlExecutor(core.Executor):
     ) -> Job:
         """Return the job of some calls, of which at most `limit` run at the same time.
 
-        It is given the time limit of the calls, and its parts that depend on them.
+        The calls get the job's time limit, on which the signal before it depends.
         """
         resources, environment = base.resources, base.environment
         seconds, extra = parse_time(resources.time), resources.extra
@@ -275,13 +280,15 @@ class HpmlExecutor(core.Executor):
     def _submit(
         self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
     ) -> list[core.Job[object]]:
-        """Submit some of all calls (`of` is their number) as one job or array."""
+        """Submit some of `of` calls as one job or array."""
         # Each rank of a submitit job imports this module, and submits nothing.
         from hpml_orchestrator.check.submission import prepare_checked  # noqa: PLC0415 - see above
 
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
+        # The job may start before sbatch has returned its number, so the pickle is named after the
+        # run's id, which is known beforehand.
         pickles = [call_pickle(self.folder, f"{sid}{suffix}") for suffix in suffixes]
         store = open_store(self.parameters.get("records"))
         try:

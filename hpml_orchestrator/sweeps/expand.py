@@ -198,6 +198,8 @@ class _Planner:
             )
         budget = sweep.budget
         if self._backend == "local" and sweep.scale is not None and budget.parallel is None:
+            # Ranks of two runs on one machine would share its cores and caches, and a scaling
+            # curve would measure that.
             budget = budget.model_copy(update={"parallel": 1})
             self.notes.append("one run at a time, so that none disturbs another's timing")
         if self._backend == "local" and sweep.scale is None and sweep.parallel != 1:
@@ -316,11 +318,13 @@ class _Planner:
         )
 
     def _points(self, plan: SweepPlan) -> Iterator[Point]:
-        """Yield all points as the file has them: repeats of a combination after one another."""
+        """Yield all points in the file's order, the repeats of a combination in succession."""
         sweep = self.sweep
         scales: Sequence[int | None] = sweep.scale.sizes if sweep.scale else [None]
         axes = [axis for axis in sweep.axes.values() if not isinstance(axis, Range)]
         count = math.prod(map(len, axes)) * len(scales) * sweep.count
+        # Checked by arithmetic before any point is built: a few long axes have billions of
+        # combinations.
         if count > MAX_POINTS:
             raise InputError(
                 f"has {count} points, and at most {MAX_POINTS} are possible",
@@ -363,11 +367,15 @@ class _Planner:
         if order == "random":
             shuffler.shuffle(kept)
         blocks = [kept[start : start + size] for start in range(0, len(kept), size or 1)]
+        # Each block has every setting once, in random order. A drift of the cluster then hits all
+        # settings alike, and block n of two settings forms a pair for the statistics.
         if order == "interleaved":
             blocks = [[index for index in kept if points[index].repeat == n] for n in range(count)]
             for block in blocks:
                 shuffler.shuffle(block)
         blocks = [block for block in blocks if block]
+        # An array has one script, so each block takes a submission per shape. Sites limit how often
+        # sbatch may be called, so the order is given up if it would take too many of them.
         if order != "written" and 1 < shapes <= _MOST_SUBMISSIONS // count:
             return blocks
         if order != "written" and shapes > 1:
@@ -387,6 +395,7 @@ class _Planner:
         sweep, budget = self.sweep, self.sweep.budget
         shapes = [plan.shapes[point.shape] for point in plan.points if not point.excluded]
         if sweep.searches:
+            # Which shapes a search will choose is not known, and the estimate is an upper bound.
             largest = max(plan.shapes, key=lambda shape: (shape.gpus, shape.cores))
             shapes = [largest] * (sweep.search.trials * sweep.count)
         hours = {
@@ -419,7 +428,7 @@ class _Planner:
 
 
 def _placeholders(keys: Mapping[str, str]) -> dict[str, str]:
-    """Return a placeholder for each value: a word that the shell takes as a variable's name."""
+    """Return a placeholder for each value, valid as the name of a shell variable."""
     names: dict[str, str] = {}
     for key in keys:
         plain = re.sub(r"[^A-Za-z0-9]+", "_", key.removeprefix(_VARIABLES)).strip("_").lower()

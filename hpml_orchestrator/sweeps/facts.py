@@ -21,13 +21,13 @@ CONTINUED = "CONTINUED"
 """The state of attempts whose work the next one continued from a checkpoint."""
 
 TIMED_OUT = ("TIMEOUT", "DEADLINE")
-"""States of runs that would have taken longer: those that are left are the fast ones."""
+"""States of runs that would have taken longer; without them only the fast runs remain."""
 
 PARTS = tuple(
     "staging, start-up, rendezvous, warm-up, steps, data wait, evaluation, checkpoint, end, "
     "not divided".split(", ")
 )
-"""What the total time of a run is divided into, in order; the queue is not part of it."""
+"""The parts of a run's total time, in order; the queue is not among them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Target:
     beforehand: bool  # whether the plan named it before the first run was submitted
     every_epochs: float | None  # interval of the evaluations, the resolution of the time
     reached: int  # how many of the complete runs and timeouts reached the target
-    # Complete runs of which no time to this target is known; they are in no other count
+    # Complete runs whose time to this target is unknown; no other count includes them
     unknown: int
     seconds: Estimate  # median of all of these, infinite where too few reached it
 
@@ -62,8 +62,7 @@ class Costs:
     node_hours: float
     energy_kwh: float | None  # None if it was measured for none of them
     energy_attempts: int
-    # Attempts whose hours are those of what was requested, because what was allocated is not
-    # recorded
+    # Attempts whose hours are those requested, because the allocation is not recorded
     requested: int
 
 
@@ -71,7 +70,7 @@ class Costs:
 class Setting:
     """What was measured with one scale and one combination of the axes' values."""
 
-    number: int  # its place in `Report.settings`
+    number: int  # its place in `SweepFacts.settings`
     label: str  # scale and values in one line
     series: str  # the values alone, empty without axes
     scale: int | None
@@ -83,7 +82,7 @@ class Setting:
     seconds_without_staging: Estimate | None
     samples_per_second: Estimate | None
     accuracy: Estimate | None
-    figure: Estimate | None  # what settings are ranked by (`Report.figure`)
+    figure: Estimate | None  # what settings are ranked by (`SweepFacts.figure`)
     # The values of the complete runs: `total_seconds`, `accuracy`, `figure`
     samples: Mapping[str, tuple[float, ...]]
     # The figure of each complete run by its repeat, if the plan runs repeat after repeat
@@ -206,7 +205,7 @@ class SweepFacts:
 
     @property
     def ranked(self) -> list[Setting]:
-        """Settings that were measured, the best first; of scales those that can be compared."""
+        """Measured settings, the best first; in a scaling sweep only those that can be compared."""
         sign = -1 if self.figure.maximize else 1
         measured = [
             (sign * one.figure.value, one)

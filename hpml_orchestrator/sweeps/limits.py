@@ -37,6 +37,8 @@ def max_array_size(backend: str, environment: Mapping[str, str]) -> int:
         answer = ask(SubprocessRunner(), ["scontrol", "show", "config"], env=environment)
     except SchedulerUnavailable:
         return MAX_TASKS
+    # MaxArraySize bounds the array's index rather than its number of tasks. Every batch counts
+    # from 0, so here the two agree.
     return min(MAX_TASKS, limits_from(parse_config(answer.stdout)).max_array_size)
 
 
@@ -63,6 +65,8 @@ class SweepLimits:
         if tasks > 1 and _ARRAY_LIMIT.search(reason):
             self.array = tasks // 2
         elif _SUBMIT_LIMIT.search(reason):
+            # The limit counts all jobs of the user or account, so it leaves more or less room as
+            # other jobs come and go. That is why a ceiling is tried again and not kept.
             self.ceiling, self.retry_at = out + tasks // 2, now + _RETRY_SECONDS
 
     def accepted(self, *, out: int) -> None:

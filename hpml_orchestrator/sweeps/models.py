@@ -141,10 +141,14 @@ def _fit(
         inputs,
         logs,
         p0=np.ones(len(units)),
+        # Outside of these bounds the laws have no meaning: a negative serial share would be a
+        # superlinear speedup.
         bounds=(0, highest / units),
     )
     values, errors = multiples * units, np.sqrt(np.diag(covariance)) * units
     freedom = len(logs) - len(values)
+    # The covariance comes from the linearised model, so the interval is symmetric. Near a bound it
+    # would leave the range of the parameter and is cut there.
     margins = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * errors
     bounds = np.maximum(values - margins, 0), np.minimum(values + margins, highest)
     parameters = {
@@ -178,6 +182,8 @@ def _lack_of_fit(
     if min(degrees) < 1:
         return None
     means = np.bincount(member, measured) / np.bincount(member)
+    # Repeats at one scale show how much runs scatter whatever the law. The residuals' excess over
+    # that is what the curve misses.
     pure = float(np.sum((measured - means[member]) ** 2))
     lack = max(0.0, float(np.sum(residuals**2)) - pure)
     if pure <= len(measured) * _ROUNDING**2:  # runs without any scatter

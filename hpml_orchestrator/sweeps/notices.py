@@ -27,7 +27,7 @@ _MOST_DETAILS = 8
 
 
 def timed_out(timeouts: int, complete: int) -> str:
-    """Return why complete runs do not stand for all; empty if none reached its time limit."""
+    """Return why the complete runs are not representative; empty if none timed out."""
     if not timeouts:
         return ""
     return f"{timeouts} of {counted(timeouts + complete, 'run')} reached the time limit"
@@ -82,8 +82,8 @@ def notices(
 
     Args:
         plan: the plan.
-        report: all else of the report.
-        aim: the accuracy to which times are reported, if any.
+        report: everything else in the report.
+        aim: the accuracy that reported times refer to, if any.
         one_after_other: whether all repeats of a setting come before those of the next.
     """
     rows = [attempt.row for attempt in report.attempts]
@@ -127,7 +127,7 @@ def _tally(found: Counter[str], noun: str) -> tuple[str, ...]:
 
 
 def _deviations(plan: SweepPlan, report: SweepFacts) -> Iterable[Notice]:
-    """Return where runs were placed or trained in another way than planned."""
+    """Yield warnings about runs that were placed or trained differently than planned."""
     complete = f"of {report.states.get(MEASURED, 0)} complete runs"
     if many := [one for one in report.settings if one.oversubscribed]:
         text = (
@@ -171,7 +171,7 @@ def _deviations(plan: SweepPlan, report: SweepFacts) -> Iterable[Notice]:
 
 
 def _targets(plan: SweepPlan, report: SweepFacts, aim: float | None) -> Iterable[Notice]:
-    """Return where times to accuracy are not those to the target of the sweep file."""
+    """Yield warnings about times to accuracy that are not to the sweep file's target."""
     rows = [attempt.row for attempt in report.attempts]
     told = sorted({row.target_accuracy for row in rows if row.target_accuracy is not None})
     listed = ", ".join(f"{target:g}" for target in told)

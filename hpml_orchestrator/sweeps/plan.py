@@ -112,7 +112,7 @@ class SweepEstimate:
 class Trial:
     """What `hpml report --try` tries, see `trial.py`."""
 
-    run: str  # label of the run that it is of
+    run: str  # label of the run that proposed the change
     seconds: float  # of training after which a run is stopped; 0: never
     touches_accuracy: bool
     expected_seconds: float | None  # of one run
@@ -126,8 +126,7 @@ class SweepPlan:
     id: str  # `<name>-<date>-<time>-<6 characters>`, as of runs
     name: str  # the sweep's name
     mode: str  # as in the sweep file
-    # The sweep file, complete (`Sweep.model_dump(mode="json")`), `batch` with the argument and the
-    # size that count
+    # The whole sweep file (`Sweep.model_dump(mode="json")`), with `batch` completed by the planner
     sweep: Mapping[str, Any]
     backend: str  # `slurm` or `local`
     host: str  # the machine of the local backend
@@ -170,7 +169,7 @@ def point_of(
     scale: int | None = None,
     checkpoint: str = "",
 ) -> Point:
-    """Return the point of an axes' values: its shape, what `points.sh` sets, its batch.
+    """Return the point for values of the axes: its shape, what `points.sh` sets, its batch.
 
     Raises:
         InputError: the global batch cannot be divided over the ranks.
@@ -189,6 +188,7 @@ def point_of(
         texts["batch"] = str(whole if sweep.batch.per == "global" else per_rank)
     if sweep.learning_rate is not None and rate is not None:
         given = rate / shape.ranks if sweep.learning_rate.times_ranks else rate
+        # Twelve digits hide the rounding of the division: 0.1, not 0.09999999999999999.
         texts[sweep.learning_rate.argument] = f"{given:.12g}"
     wanted = [axis for axis in plan.placeholders if checkpoint or axis != "checkpoint"]
     return Point(
@@ -223,12 +223,14 @@ def directory_of(store: Store, plan_id: str) -> Path:
 
 
 def write(store: Store, plan: SweepPlan) -> Path:
-    """Write a plan down and return its directory.
+    """Write a plan and return its directory.
 
     Raises:
         RecordError: it cannot be written; nothing is left behind.
     """
     target = directory_of(store, plan.id)
+    # The rename makes the plan appear whole. Until then its name begins with a dot, and
+    # commands that list sweeps skip it.
     temporary = target.parent / f".{plan.id}.tmp"
     try:
         temporary.mkdir(parents=True)
@@ -270,7 +272,7 @@ def sweeps(store: Store) -> list[str]:
 
 
 def check_extra() -> None:
-    """Refuse to start what would need a package of the extra `sweep` that is not installed."""
+    """Raise InputError if a package of the extra `sweep` is missing."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise InputError(

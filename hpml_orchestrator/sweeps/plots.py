@@ -150,7 +150,7 @@ def _accuracies(report: SweepFacts) -> Iterable[_Drawn]:
 def _over_scales(report: SweepFacts, label: str, points: _Points) -> Iterable[tuple[Figure, Axes]]:
     """Yield a plot of runs and medians with intervals over the scales; one point needs none.
 
-    Each series has a colour; what had more ranks than cores is grey.
+    Each series has a colour; settings with more ranks than cores are grey.
     """
     if len(points) <= 1:
         return

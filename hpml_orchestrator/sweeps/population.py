@@ -40,11 +40,14 @@ def evolve(
         population is drawn at random.
     """
     alive = [trial for trial in trials if trial.state is TrialState.COMPLETE][-search.population :]
+    # All trials count here, not only completed ones: otherwise parallel runs would draw more than
+    # one population at random before the first run ends.
     if len(trials) < search.population or not alive:
         return None
     size = min(search.tournament, len(alive))
     parents = [_ranked(rng.sample(alive, size), search)[0] for _ in range(rng.choice((1, 2)))]
     values = {name: rng.choice(parents).params[name] for name in axes}
+    # An axis with a single value cannot mutate; choosing it would run a copy of the parent.
     name = rng.choice([name for name, axis in axes.items() if not axis.single()] or [*axes])
     values[name] = _changed(axes[name], values[name], _MUTATION, rng)
     generation = 1 + max(parent.user_attrs.get("generation", 0) for parent in parents)
@@ -140,5 +143,7 @@ def _changed(axis: Axis, value: Any, width: float, rng: random.Random) -> Any:
         if axis.step is not None:
             number = axis.low + round((number - axis.low) / axis.step) * axis.step
         changed = axis.to_external_repr(min(max(number, axis.low), axis.high))
+        # A standard deviation far below the step of the axis would almost never reach another
+        # value.
         width *= 1.5
     return changed

@@ -46,7 +46,7 @@ _LACK_OF_FIT = 0.05  # highest p-value of a curve that does not fit
 
 
 def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
-    """Return the report of a sweep, of an unfinished one too.
+    """Return the report of a sweep, finished or not.
 
     Args:
         plan: for a search, with the known points of its batches in `points`.
@@ -78,6 +78,8 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         ]
     mixed = notices.mixed_batches(plan.mode, settings)
     if plan.baseline is not None:
+        # Doubts come first: a speedup is withheld if its baseline is in doubt. Each pass builds
+        # new settings, so the baselines are looked up again.
         for find in (_doubted, *([] if mixed else [_compared])):
             bases = {one.series: one for one in settings if one.scale == plan.baseline}
             settings = [find(one, bases.get(one.series), plan) for one in settings]
@@ -124,6 +126,8 @@ def _complete(row: PointRow) -> bool:
 def _starts(row: PointRow) -> Iterable[PointRow]:
     """Yield a row for each start that was requeued within this one, then one for the last."""
     ended = row.ended or row.started or 0.0
+    # The scheduler accounts for the job as a whole, so its hours are divided by the seconds of
+    # each start.
     whole = math.fsum(start["seconds"] for start in row.requeued) + ended - (row.started or ended)
     left = 1.0
     for start in row.requeued:
@@ -160,7 +164,7 @@ def _in_blocks(plan: SweepPlan) -> bool:
 
 
 def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> RankedFigure:
-    """Return what ranks settings: of a scaling sweep the time or the rate, else the metric.
+    """Return the figure that ranks settings: time or rate in a scaling sweep, else the metric.
 
     A grid whose file names no metric, and whose runs reported none, is ranked by accuracy. It is
     never ranked by time: its runs share nodes, and disturb each other.
@@ -197,6 +201,7 @@ def _setting(
     complete = [(point, row) for point, row in pairs if _complete(row)]
     runs = [row for _, row in complete]
     last = {row.point: row.state for row in rows if row.state != "EXCLUDED"}
+    # A point counts by its last start, but as complete if any of its starts was.
     missing = Counter({**last, **dict.fromkeys((row.point for row in runs), MEASURED)}.values())
     del missing[MEASURED]
     figures = dict(zip([point.repeat for point, _ in complete], _values(runs, figure), strict=True))
@@ -295,6 +300,8 @@ def _parts(row: PointRow) -> dict[str, float]:
     """Return the seconds of a run by `PARTS`; they add up to its total."""
     phases = row.phases
     inner = {name: phases.get(name, 0.0) for name in ("evaluation", "checkpoint")}
+    # Evaluation and checkpoint lie within the training, and the ratio of data wait refers to the
+    # steps. Each second must be counted once, or the parts would exceed the total.
     training = max(0.0, phases.get("training", 0.0) - sum(inner.values()))
     waited = training * (row.data_wait_ratio or 0.0)
     parts = {name: phases.get(name, 0.0) for name in ("staging", "start-up", "warm-up", "end")}
@@ -309,7 +316,7 @@ def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Set
         return setting
     unequal = notices.unequal(setting, baseline)
     reasons = [setting.doubt]
-    if plan.mode == "strong":  # of a weak sweep rates are compared, and the batch grows
+    if plan.mode == "strong":  # a weak sweep compares rates, and its batch grows
         reasons += [notices.other_work(setting, baseline), unequal]
     return replace(setting, unequal=unequal, doubt="; ".join(filter(None, reasons)))
 
@@ -326,10 +333,13 @@ def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Se
     paired = _paired(baseline, setting)
     old, new = paired or (baseline.samples["figure"], setting.samples["figure"])
     if plan.mode == "weak":
+        # Weak scaling compares rates, for which more is better, so the two sides swap.
         old, new = new, old
         work = [one.means.get("work", math.nan) for one in (setting, baseline)]
         growth = work[0] / work[1]
     speedup = statistics.speedup(old, new, scale=scale, paired=bool(paired))
+    # With ideal scaling every phase would shrink with the scale and, in a weak sweep, grow with
+    # the work. What a phase takes beyond that is lost.
     lost = {
         name: setting.phases.get(name, 0.0) - baseline.phases.get(name, 0.0) * growth / scale
         for name in PARTS
@@ -348,6 +358,7 @@ def _paired(one: Setting, other: Setting) -> tuple[list[float], list[float]] | N
 
 def _serial_fraction(speedup: Speedup) -> Estimate:
     ends, scale = speedup.interval, speedup.scale
+    # The serial fraction falls as the speedup rises, so the ends of the interval swap.
     interval = ends and Interval(
         models.karp_flatt(ends.high, scale), models.karp_flatt(ends.low, scale), ends.method
     )
@@ -355,7 +366,7 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
 
 
 def _ranked(report: SweepFacts, *, paired: bool) -> SweepFacts:
-    """Return the report with its best setting, and which are not distinguishable from it."""
+    """Return the report with its best setting, and mark those not distinguishable from it."""
     if not report.ranked:
         return report
     top, *others = report.ranked

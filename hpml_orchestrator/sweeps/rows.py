@@ -199,10 +199,12 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
 def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued]:
     """Return the earlier starts whose work the last one continues, from a checkpoint.
 
-    Those before an attempt that began from the start again are not among them.
+    Starts before an attempt that began from scratch are not among them.
     """
     lived, found = life.attempts if life else (), []
     for before, after, start in reversed([*zip(lived, lived[1:], requeued, strict=False)]):
+        # Only an unbroken chain of resumed attempts adds up to one training. Whatever came before
+        # a fresh start was lost work.
         if not (after.resumed or before.goes_on):
             break
         found.append(start)
@@ -245,7 +247,7 @@ def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]
 def _best_so_far(
     evaluations: Sequence[tuple[float | None, float]],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the evaluations that were better than all before: they show when a target was met."""
+    """Return evaluations better than all earlier ones: they show when a target was met."""
     best, kept = -math.inf, []
     for time, value in evaluations:
         if time is not None and value > best:
@@ -257,7 +259,7 @@ def _best_so_far(
 def _accuracy(
     told: Mapping[str, float], evaluations: Sequence[tuple[float | None, float]]
 ) -> tuple[str, float | None]:
-    """Return the name and the value of a run's accuracy, that on test data if there is one.
+    """Return the name and value of a run's accuracy, preferably on test data.
 
     A result called `accuracy` may be that of the training set.
     """
@@ -273,7 +275,7 @@ def _accuracy(
 
 
 class _Placed(NamedTuple):
-    """The fields of a row about the ranks' places."""
+    """How the ranks of a run were placed."""
 
     verified: bool | None = None
     oversubscribed: bool = False
@@ -330,12 +332,15 @@ class _Shared(NamedTuple):
     environment: str
 
 
+# All tasks of an array share these facts; without the cache each of a thousand rows would read the
+# submission again.
 @functools.lru_cache(maxsize=16)
 def _shared(submission: Submission) -> _Shared:
     record = submission.record()
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
     if git.get("dirty"):
+        # Two runs of one commit may differ in uncommitted changes; the digest tells them apart.
         diff = read_text_or_nothing(submission.directory / "dirty.diff")
         digest = _digest("\n".join([diff, *git["untracked"]]))
         code += f"+dirty-{digest}"

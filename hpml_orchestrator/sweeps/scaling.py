@@ -25,7 +25,7 @@ _RANK_BATCH = (
     "--batch-size --batch_size --bs --per-device-train-batch-size --per_device_train_batch_size "
     "--micro-batch-size --train-batch-size -b"
 ).split()
-_OPTION = re.compile(r"-[A-Za-z-]")  # and no negative number
+_OPTION = re.compile(r"-[A-Za-z-]")  # but not a negative number
 _GLOBAL_BATCH = "--global-batch-size --global_batch_size --total-batch-size".split()
 
 
@@ -42,6 +42,7 @@ class ProgramArguments:
         for index, (word, following) in enumerate(pairs):
             if word.startswith(prefix):
                 found.append((index, prefix))
+            # `--flag --other` gives the flag no value; a negative number is one.
             elif word == name and not _OPTION.match(following):
                 found.append((index + 1, ""))
         return found
@@ -49,6 +50,7 @@ class ProgramArguments:
     def value(self, name: str) -> str | None:
         """Return the value of an argument, None if it is not given; the last one of several."""
         places = self._places(name)
+        # argparse, too, takes the last of several.
         return self.words[places[-1][0]].removeprefix(places[-1][1]) if places else None
 
     def set(self, name: str, value: str) -> None:
@@ -60,7 +62,7 @@ class ProgramArguments:
             self.words.append(f"{name.removesuffix('=')}={value}")
 
     def flag(self, name: str, *, on: bool) -> None:
-        """Give an argument without a value, or leave it out."""
+        """Add an argument without a value, or remove it."""
         self.words = [word for word in self.words if word != name] + [name] * on
 
     def first(self, names: Sequence[str]) -> str | None:
@@ -103,7 +105,7 @@ def batch_argument(arguments: ProgramArguments) -> tuple[str, int, bool] | None:
 
 
 def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, object]]:
-    """Return the fields of the job that give it the size of a scale.
+    """Return the fields that give the job the size of a scale.
 
     Raises:
         InputError: the scale does not fit the base job's nodes.
@@ -130,6 +132,7 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, objec
     if not each:
         raise refused("the base job has no GPUs", "give resources.gpus, or scale: {ranks: …}")
     nodes, here = (1, scale) if scale < each else (scale // each, each)
+    # `resources.gpus` counts per node, so all nodes of a job have the same number.
     if nodes * here != scale:
         raise refused(
             f"does not fill whole nodes of {each} GPUs", f"use multiples of {each}, or fewer"
@@ -239,7 +242,7 @@ def base_learning_rate(sweep: Sweep, arguments: ProgramArguments, base_ranks: in
     rule = sweep.learning_rate
     if rule is None:
         return None
-    # of an axis, each point has its own
+    # on an axis, each point has its own rate
     text = "1" if rule.argument in sweep.axes else arguments.value(rule.argument)
     try:
         rate = float(text or "")

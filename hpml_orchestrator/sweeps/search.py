@@ -82,6 +82,8 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
         Path(f"{path}.lock").unlink(missing_ok=True)
         if path.exists():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        # Optuna's default symlink lock stays after a kill, and the next process waits forever
+        # (optuna #5921).
         lock = JournalFileOpenLock(str(path))
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -146,6 +148,8 @@ class Searcher:
             )
         known = {row.point for row in rows}
         made = len(self._trials())
+        # A journal that is older than the rows, restored from a copy for example, would give the
+        # same numbers to other values.
         if known and max(known) >= made * self._sweep.count:
             raise RecordError(
                 f"the study of {self._plan.id} has {made} trials, "
@@ -170,7 +174,7 @@ class Searcher:
                 several repeats the study keeps those of the first.
 
         Returns:
-            Numbers of points that run; those that were returned before are among them.
+            Numbers of running points, including those returned before.
         """
         over = {row.point: row.over for row in rows}
         doomed = set()
@@ -224,6 +228,8 @@ class Searcher:
                 "state": next((state for state in states if state != "COMPLETED"), "COMPLETED"),
                 "gpu_hours": sum(row.gpu_hours for row in starts[trial.number]),
             }
+            # Optuna refuses to change a finished trial, so the attributes come before `tell`.
+            # After a kill in between they are simply written again.
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(self._id_of(trial), name, value)
             values = [
@@ -239,11 +245,13 @@ class Searcher:
 
     def _may_ask(self) -> bool:
         search, made = self._sweep.search, len(self._trials())
+        # Truncation selection ranks a whole generation, so the next one waits until its last
+        # member has ended.
         between = self._sweep.mode == "pbt" and made % search.population == 0
         return made < search.trials and not (between and self._running())
 
     def _ask(self) -> FrozenTrial:
-        """Make the next trial; its random numbers are its own, so a resumed search agrees."""
+        """Make the next trial; it has its own seed, so a resumed search makes the same one."""
         trials, search, mode = self._trials(), self._sweep.search, self._sweep.mode
         rng = random.Random(f"{search.seed}:{len(trials)}")
         trial = None
@@ -276,7 +284,7 @@ def _distribution(axis: Sequence[bool | int | float | str] | Range) -> Axis:
 
 
 def _sampler(sweep: Sweep, seed: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler for one trial; those that can take running trials into account do."""
+    """Return the sampler for one trial; TPE takes running trials into account."""
     if sweep.mode != "bayes":
         return RandomSampler(seed)
     if sweep.search.sampler == "gp":

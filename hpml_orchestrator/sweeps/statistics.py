@@ -123,6 +123,8 @@ def speedup(
         if len(baseline) != len(point):
             message = f"needs {len(baseline)} values, one for each of the baseline"
             raise InputError(message, field="seconds", value=list(seconds))
+        # Logs make the result symmetric: swapping the sides inverts the median and both ends, also
+        # where they are interpolated.
         logs = median_estimate((np.log(baseline) - np.log(point)).tolist())
         value, ends = math.exp(logs.value), logs.interval
         if ends is not None:
@@ -167,6 +169,9 @@ def distinguishable(
     values = {place: _p_value(*pairs[place], paired=paired) for place in tested}
     found: list[bool | None] = [False if place in values else None for place in range(len(pairs))]
     for earlier, place in enumerate(sorted(tested, key=values.__getitem__)):
+        # Holm tests the smallest p-value at the strictest level and stops at the first failure: a
+        # larger p-value does not count, even if it passes its own, looser level. The tests need not
+        # be independent, and these share the best setting.
         left = max(1, comparisons - earlier)
         if left > 1 and values[place] * left > 1 - CONFIDENCE:
             break
@@ -180,14 +185,18 @@ def distinguishable(
 def _p_value(first: Sequence[float], second: Sequence[float], *, paired: bool) -> float:
     """Return the p-value of a t test of the logs, or of the values if one is not positive."""
     one, other = sample(first, "first"), sample(second, "second")
+    # Run times scatter by a share of their length and are skewed; their logs are closer to normal,
+    # which the t test assumes.
     if min(one.min(), other.min()) > 0:
         one, other = np.log(one), np.log(other)
     samples = [one - other] if paired else [one, other]
     difference = float(samples[0].mean() - (0.0 if paired else other.mean()))
     parts = [float(part.var(ddof=1)) / len(part) for part in samples]
     variance = sum(parts)
+    # Runs without any scatter would divide by zero. They are equal, or differ for certain.
     if variance <= (_SAME * max(np.abs(one).max(), np.abs(other).max())) ** 2:  # equal runs
         return float(abs(difference) <= _SAME * float(np.abs(one).max()))
+    # Welch-Satterthwaite; with one sample of differences it reduces to n - 1.
     freedom = variance**2 / sum(
         part**2 / (len(values) - 1) for part, values in zip(parts, samples, strict=True)
     )

@@ -1,7 +1,7 @@
-"""submitit's parameters as fields of a job file, by the names that its Slurm executor has.
+"""submitit's parameters, by the names of its Slurm executor, as fields of a job file.
 
-A script that was written for `slurm_…` keeps its meaning behind `hpml_`, also where hpml counts in
-other units than sbatch: GPUs and memory per node, CPUs per rank.
+Parameters of a script written for `slurm_…` mean the same with `hpml_`, even where hpml's units
+differ from sbatch's: GPUs and memory per node, CPUs per rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Prefixed(set[str]):
 
 
 def job_name(name: object) -> str:
-    """Return hpml's name of a job, for any text that submitit calls it.
+    """Return a valid job name for any name that submitit allows.
 
     >>> job_name("my_job"), job_name("a b/c: [1]"), job_name("//")
     ('my_job', 'a_b_c_1_', 'submitit')
@@ -195,7 +195,7 @@ def _run_name(job_id: str) -> str:
 
 
 def _after(dependency: str) -> list[str]:
-    """Return what `sbatch --dependency=afterok:7:8,afterany:9` waits for as `after` has it."""
+    """Return `afterok:7:8,afterany:9`, as sbatch takes it, in the form of the field `after`."""
     runs = []
     for part in str(dependency).split(","):
         kind, *jobs = part.split(":")

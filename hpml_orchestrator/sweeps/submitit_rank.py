@@ -63,7 +63,7 @@ class HpmlJobEnvironment(SlurmJobEnvironment):
 
     @property
     def raw_job_id(self) -> str:
-        """The id of this very job, that of an array's task not being the array's."""
+        """The job's own id; for a task of an array, not that of the array."""
         return _local_id() or super().raw_job_id
 
     @property
@@ -75,7 +75,7 @@ class HpmlJobEnvironment(SlurmJobEnvironment):
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
         super()._handle_signals(paths, submission)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        # Python's own end drops the handlers: a signal would make a failure of a success.
+        # At exit Python removes its handlers; a signal would then turn success into failure.
         atexit.register(signal.signal, self._usr_sig(), signal.SIG_IGN)
         if SIGNAL_AFTER in os.environ:  # Slurm does this for its jobs
             warning = (os.getpid(), self._usr_sig())
@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["SUBMITIT_FOLDER"] = options.folder
     for name in _TORCH_VARIABLES:
         os.environ.pop(name, None)
+    # The call inherits the mask. A signal that arrives before submitit has set its handlers waits
+    # until `_handle_signals` unblocks it; without the mask it would kill the call.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     environment = HpmlJobEnvironment()
     paths = environment.paths
@@ -133,7 +135,7 @@ def _start(
         JobPaths(folder, environment.job_id, rank).result_pickle
         for rank in range(environment.num_tasks)
     ]
-    results[number].unlink(missing_ok=True)  # of a start before this one
+    results[number].unlink(missing_ok=True)  # from an earlier start
     restarts = _run() / "restarts"  # a line for each
     before = _size(restarts)
     # This is what submitit's own executors run.
@@ -153,7 +155,7 @@ def _start(
                     result.unlink(missing_ok=True)
                 append_line(restarts, "again")
             if status or (status == 0 and all(result.exists() for result in results)):
-                return 128 - status if status < 0 else status  # as a shell has it
+                return 128 - status if status < 0 else status  # as a shell reports it
 
 
 def _size(path: Path) -> int:

@@ -92,6 +92,8 @@ class Table:
             return
         end = text.rfind(b"\n") + 1
         self._offset += end
+        # A process that was killed while appending leaves a line without its end. The next row
+        # then begins on a new line, so only the torn row is lost, and collected again.
         self._torn = end < len(text)
         for line in text[:end].splitlines():
             with contextlib.suppress(ValueError):
@@ -137,6 +139,8 @@ class Table:
         last = {point: row for (point, _), row in sorted(self.finished.items())}
         due = []
         for point, row in last.items():
+            # Retries are counted by state: a node failure does not use up the retries after a
+            # timeout.
             allowed = counts[point, row.state] <= retry.get(row.state, 0)
             with_sweep = row.state == "CANCELLED" and (row.queued or 0.0) < resumed
             if (allowed or with_sweep) and (point, row.start + 1) not in self.active:

@@ -1,4 +1,4 @@
-"""Times to a target accuracy, of the runs that recorded them or the evaluations to compute them."""
+"""Times to a target accuracy, recorded by the runs or computed from their evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SECONDS = 1e-3  # times are above zero
 
 
 def aim_of(plan: SweepPlan, rows: Sequence[PointRow]) -> float | None:
-    """Return the accuracy to which times are reported, for which the runs have times.
+    """Return the accuracy that reported times refer to; None if the runs have no such times.
 
     That is the sweep file's, else the one for which the program measured its times.
     """
@@ -25,7 +25,7 @@ def aim_of(plan: SweepPlan, rows: Sequence[PointRow]) -> float | None:
 
 
 def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> Target | None:
-    """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
+    """Return the time to accuracy of all runs that could reach it: complete ones and timeouts."""
     tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
     if aim is None:
         return None
@@ -55,8 +55,9 @@ def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> T
 def _is_timed(row: PointRow, aim: float) -> bool:
     """Return whether it is known when a run reached an accuracy, or that it did not.
 
-    A run that was killed at its time limit without a word counts as one that did not.
+    A run that was killed at its time limit and reported nothing counts as not reaching it.
     """
+    # Leaving such runs out would drop the slowest ones and make the median time too short.
     silent = row.state in TIMED_OUT and row.target_accuracy is None
     return row.target_accuracy == aim or bool(row.evaluations) or silent
 

@@ -224,7 +224,7 @@ def _expected(facts: Facts, seconds: float) -> float | None:
 
 
 def summary_lines(plan: SweepPlan) -> list[str]:
-    """Return what a trial will do and cost, for the question whether it may start."""
+    """Return what a trial will do and cost, for the prompt before it starts."""
     count, trial = plan.spec.count, _trial(plan)
     runs = counted(plan.estimate.points, "run")
     how = "whole runs"
@@ -371,6 +371,7 @@ def _whole_run(found: TrialOutcome, trial: Trial) -> Iterator[str]:
     text = f"Until the training begins it takes {before:.0f} -> {after:.0f} s"
     took = trial.whole_seconds
     if took and took > before:
+        # The start-up changes by seconds, the rest of the run by a factor.
         share = took / (after + (took - before) / found.speedup.value) - 1
         word = "faster" if share >= 0 else "slower"
         text += f", so all of {trial.run} would be {abs(share):.0%} {word}"

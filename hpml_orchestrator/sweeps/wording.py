@@ -1,6 +1,6 @@
 """The words of a sweep's report: figures and scales, the sentences made of them, and the templates.
 
-The rules that the sentences keep are those of docs/sweeps.md.
+The sentences follow the rules of docs/sweeps.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def values_text(values: Mapping[str, object]) -> str:
 
 
 def accuracy_text(names: Collection[str]) -> str:
-    """Return what the accuracies of a sweep are of, by the names that the program gave them.
+    """Return what a sweep's accuracies measure, by the program's own names for them.
 
     >>> accuracy_text({"eval_accuracy"}), accuracy_text({"accuracy"})
     ('test accuracy', '"accuracy" as the program reports it')
@@ -95,7 +95,7 @@ def accuracy_text(names: Collection[str]) -> str:
 
 
 def attempts_text(states: Mapping[str, int]) -> str:
-    """Return how many attempts ended how, and apart from them what was never attempted.
+    """Return the number of attempts by outcome, then the points that were never attempted.
 
     >>> attempts_text({"FAILED": 1, "COMPLETED": 5, "EXCLUDED": 2})
     '6 attempts: 5 completed, 1 failed; 2 points excluded'
@@ -117,7 +117,7 @@ def _state_text(state: str) -> str:
 
 
 def costs_text(costs: Costs) -> str:
-    """Return GPU-hours, core-hours, node-hours and energy in one line, what is known of them."""
+    """Return the known GPU-hours, core-hours, node-hours and energy in one line."""
     parts = [f"{number(costs.core_hours)} core-hours", f"{number(costs.node_hours)} node-hours"]
     if costs.energy_kwh is not None:
         parts.append(f"{number(costs.energy_kwh)} kWh")
