@@ -71,6 +71,8 @@ def choose_changes(diagnosis: Diagnosis) -> Chosen:
             except InputError as error:
                 reasons.append(f"{change.text}: {error.message}")
                 continue
+            # Findings are in order of cost, so the more expensive one keeps the field. Two changes
+            # of one field would make it impossible to say which of them helped.
             taken = next((one for one in made if _overlap(one.fields, fields)), None)
             if taken is not None:
                 reasons.append(f"{change.text}: not together with: {taken.change.text}")
@@ -144,6 +146,7 @@ def _staged_arguments(job: JobFields, stage: tuple[str, str]) -> dict[str, objec
     given: dict[str, str | list[str] | None] = {"args": job["args"], "command": job["command"]}
     for key, value in job["environment"]["variables"].items():
         given[f"environment.variables.{key}"] = value
+    # The program names the copy already, in an argument or through a variable.
     if any(word in str(value) for value in given.values()):
         return {}
     fields: dict[str, object] = {}
@@ -161,12 +164,14 @@ def _staged_arguments(job: JobFields, stage: tuple[str, str]) -> dict[str, objec
 
 
 def _with_copy(word: str, source: str, copied: str, workdir: str) -> str:
-    """Return an argument with the copy's path in the place of the source's, or of what is in it."""
+    """Return an argument with the path of the source, or below it, moved to the copy."""
     name, equals, value = word.partition("=")
     if not equals or not re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name):
         name, equals, value = "", "", word
     if not value or value.startswith("-"):
         return word
+    # An argument may name the data by a relative path, or a file inside of them; both must point
+    # into the copy.
     path = os.path.normpath(os.path.join(workdir, value))
     if path == source or path.startswith(f"{source.rstrip('/')}/"):
         return f"{name}{equals}{copied}{path[len(source.rstrip('/')) :]}"

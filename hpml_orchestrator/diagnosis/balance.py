@@ -64,6 +64,8 @@ def find_slow(facts: Facts) -> Slow:
         for number, rank in ranks.items()
         if rank.wait_seconds is not None
     }
+    # Waits that only some ranks report cannot be compared: a rank without any would always look
+    # slowest.
     measured = len(waits) == len(ranks)
     if measured and (doubt := _doubt([*ranks.values()])):
         return Slow(doubt=doubt)
@@ -111,6 +113,9 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
     if not any(rank.measured_steps for rank in ranks):
         return "a longer run, or the newest `hpml_waits.py`: no step was measured"
     steps = min(rank.measured_steps or 0.0 for rank in ranks)
+    # Even a rank that was slowest in every one of k measured steps is so by chance with a
+    # probability of P^(1-k), for any of P ranks. With fewer steps than this no result could be
+    # below SURE.
     least = ceil(1 - log(SURE) / log(len(ranks)))
     if steps < least:
         return f"a longer run: {steps:g} measured steps, at least {least} are needed"
@@ -123,6 +128,8 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
         if rank.rank in slow and rank.measured_steps
     )
     seen = min(1.0, seen)
+    # Chernoff: the probability of a share `seen` in n steps is at most exp(-n KL(seen || chance)).
+    # The binomial coefficient counts the groups of ranks that might have been found instead.
     surprise = seen * log(seen / chance) if seen > chance else 0.0
     if chance < seen < 1:
         surprise += (1 - seen) * log((1 - seen) / (1 - chance))
@@ -144,6 +151,8 @@ def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dic
 def _slowest(more: Mapping[int, float]) -> list[int]:
     limit = THRESHOLDS["slow-rank"].warn
     slow = [number for number, share in more.items() if share >= limit]
+    # If more than half of the ranks stand out, the others are the exception and the median says
+    # nothing about who is late.
     return slow if 2 * len(slow) <= len(more) else []
 
 
@@ -156,6 +165,8 @@ def _cause(
     ranks: Mapping[int, RankFacts],
     longest: float,
 ) -> tuple[str, str]:
+    # The order matters: wrong binding and a throttled GPU delay everything that a rank does, so
+    # they also explain why its data or its copies are late.
     if all(ranks[number].bound_as_planned is False for number in slow) or (
         set(slow) <= set(crowded(facts))
     ):
@@ -298,13 +309,16 @@ def waits_are_known(facts: Facts) -> bool:
 
 
 def crowded(facts: Facts) -> dict[int, float]:
-    """Return ranks that share fewer CPUs than they are, with the CPUs that each of them has."""
+    """Return ranks that outnumber the CPUs they share, with the CPUs per rank."""
     found: dict[int, float] = {}
     by_node: dict[str, list[RankFacts]] = {}
     for rank in facts.ranks:
         if rank.cpus:
             by_node.setdefault(rank.node, []).append(rank)
     for ranks in by_node.values():
+        # More ranks than CPUs within one mask is a shortage, whatever the other masks are.
+        # Overlapping masks alone are not: ranks bound to the same domain may still have a core
+        # each.
         for cpus in {frozenset(rank.cpus or ()) for rank in ranks}:
             inside = [rank.rank for rank in ranks if set(rank.cpus or ()) <= cpus]
             if len(inside) > len(cpus):

@@ -30,6 +30,7 @@ def more_cpus(facts: Facts, wanted: int) -> int | None:
     None: a node has no more than the job has already, or the size of the nodes is not known.
     """
     ranks = math.ceil(facts.world_size / max(1, facts.node_count)) or 1
+    # Slurm refuses a request that no node can meet, so advice stays within the smallest node.
     most = min(wanted, (facts.node_cpus or 0) // ranks)
     return most if most > cpus_per_rank(facts) else None
 

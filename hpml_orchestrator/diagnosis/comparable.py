@@ -42,6 +42,7 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
         values = [figure(facts) for facts in (first, second)]
         if None not in values and not _equal(*values):
             yield f"different {what}: {value_text(values[0])} and {value_text(values[1])}"
+    # One run with counters and one without would make every share of a step look new.
     for facts, other in ((first, second), (second, first)):
         if parts.mean_parts(facts.ranks) and not parts.mean_parts(other.ranks):
             yield f"only {facts.run} reports its steps"
@@ -64,7 +65,7 @@ def _first_option(words: Sequence[str]) -> int:
 
 
 def differences(first: Facts, second: Facts) -> Iterator[str]:
-    """Yield in what the work differs of runs that have the same program.
+    """Yield how the work of two runs of the same program differs.
 
     Whether an argument changes the work is not known: `--workers` does not, `--epochs` does.
     """
@@ -92,6 +93,8 @@ def differences(first: Facts, second: Facts) -> Iterator[str]:
 
 def _different_data(first: Facts, second: Facts) -> Iterator[str]:
     one, other = ({*_sources(facts.job).values()} for facts in (first, second))
+    # Staging is a usual change to try, so a source that only one of the runs stages does not make
+    # the data different.
     if not (one <= other or other <= one):
         yield f"different data: {first_few(sorted(one))} and {first_few(sorted(other))}"
         return

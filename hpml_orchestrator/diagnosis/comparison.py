@@ -130,7 +130,7 @@ def compare(
     after = {finding.kind: finding.verdict for finding in second.findings}
     gone, lacking = _only_in(first, second, set(after))
     new, lacking_before = _only_in(second, first, set(before))
-    if doubts:  # what one run has and the other has not shows nothing
+    if doubts:  # a finding of only one of them shows nothing
         before, gone, new, lacking, lacking_before = {}, (), (), (), ()
     headline = f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(other, rows)
     if differences and not doubts:

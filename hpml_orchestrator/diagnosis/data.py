@@ -51,7 +51,7 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     if busy is not None and busy >= BUSY:
         evidence.append(f"{busy:.0%} of the CPUs are busy: loaders have no more")
     changes = _changes(facts)
-    # staging saves all of the waiting or nothing, and which of both was not measured
+    # staging saves all of the waiting or none of it, and no figure shows which
     is_guess = _storage_is_slow(facts) is None and changes[0] not in _workers(facts)
     if is_guess:
         evidence.append(_untold(facts))

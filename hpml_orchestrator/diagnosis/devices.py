@@ -94,6 +94,9 @@ def specification(gpu_name: str) -> Peaks | None:
     Args:
         gpu_name: as the driver, nvidia-smi and PyTorch call it, such as `NVIDIA H100 80GB HBM3`.
     """
+    # Driver, nvidia-smi and PyTorch put different words around the same product, so these are
+    # removed; what remains must match the whole pattern. A100 PCIe and SXM differ in bandwidth,
+    # and a near match would give the wrong roof.
     name = " ".join(gpu_name.lower().removesuffix("(simulated)").split())
     while (shorter := _AROUND.sub("", name)) != name:
         name = shorter

@@ -55,6 +55,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     """Return the findings about a run, the healthy figures, and what could not be judged."""
     results = [finding(facts) for finding in FINDINGS]
     found = [result for result in results if isinstance(result, Finding)]
+    # Free GPU memory slows nothing down, so it must not become the headline of a healthy run.
     notes = [one for one in found if one.kind == "memory-headroom"]
     found = [one for one in found if one.kind != "memory-headroom"]
     # the sort is stable: of equal costs, the critical ones come first, in the order above

@@ -53,7 +53,7 @@ def tensor_cores_idle(facts: Facts) -> Finding | str | None:
     if tensor is None or active is None:
         return None
     if active <= _HALF:
-        return None  # something else keeps them idle
+        return None  # something else keeps the SMs idle
     variables = facts.job["environment"]["variables"]
     name = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     changes = [
@@ -91,6 +91,8 @@ def launch_bound(facts: Facts) -> Finding | str | None:
     active, busy = _mean(gpus, "sm_active_ratio"), _mean(gpus, "utilization_ratio")
     if active is None or not shares(facts, "data_wait_seconds"):
         return None  # without the channel it is unknown what the GPU waits for
+    # While a rank communicates its SMs are idle for another reason. Their activity refers to the
+    # time that remains, otherwise communication would be reported twice.
     computing = 1 - _share(facts, "wait_seconds", "comm_seconds")
     if (
         _share(facts, "data_wait_seconds", "transfer_seconds") >= _EXPLAINED

@@ -138,6 +138,8 @@ def line_through(points: Mapping[int, float]) -> Linear:
     if len(points) == 1:
         return Linear(next(iter(points.values())))
     (low, first), *_, (high, last) = sorted(points.items())
+    # Allocators round and caches differ between runs, so a measured need may fall slightly with
+    # the batch. A falling line would predict less memory for a larger batch.
     slope = max(0.0, (last - first) / (high - low))
     return Linear(last - slope * high, slope)
 
@@ -204,6 +206,7 @@ def ways(
     """
     states, other = need.states, need.other.at(batch)
     whole = need.activations.at(batch)
+    # Chen et al. keep sqrt(n) checkpoints and recompute one segment of sqrt(n) layers at a time.
     kept = whole * min(1.0, 2 / math.sqrt(max(1, need.layers)))
     gathered = need.weights / max(1, need.layers)  # FSDP has one layer's weights whole at a time
     inside, nodes = min(gpus, gpus_per_node), -(-gpus // max(1, gpus_per_node))

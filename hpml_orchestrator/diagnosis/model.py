@@ -104,7 +104,7 @@ class DataArgument:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the node type can do, in FLOP/s and bytes/s, and where each number comes from."""
+    """Peak rates of the node type, in FLOP/s and bytes/s, and where they come from."""
 
     flops: Mapping[str, float] = field(default_factory=dict)  # by dtype: `bfloat16`, `float32`
     memory_bandwidth: float | None = None  # of the GPU, or of the host without GPUs
@@ -117,7 +117,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of one attempt of a run."""
+    """Everything known about one attempt of a run."""
 
     run: str  # its label
     state: str  # of the scheduler, such as COMPLETED

@@ -129,6 +129,8 @@ def fit_allreduce(
     determinant = uu * vv - uv * uv
     alpha = (vv * sum(u) - uv * sum(v)) / determinant
     beta = (uu * sum(v) - uv * sum(u)) / determinant
+    # Both are costs and cannot be negative. With noisy figures the unconstrained optimum may be;
+    # then the best point lies on the border, where one of them is 0.
     if alpha < 0:  # no latency can be seen
         alpha, beta = 0.0, sum(v) / vv
     elif beta < 0:

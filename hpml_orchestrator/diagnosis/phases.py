@@ -41,6 +41,8 @@ def time_text(facts: Facts) -> str:
         texts.append(_percent(beside, "of the training: "))
     parts = step_shares(facts.ranks)
     if len(parts) > 1:
+        # What remains of a step is called compute only if every other part was measured; here some
+        # may be unknown.
         parts["the rest"] = parts.pop(COMPUTE)
         texts.append(_percent(parts, "of the steps: "))
     return "; ".join(filter(None, texts))
@@ -52,7 +54,7 @@ def _percent(shares: Mapping[str, float], title: str = "") -> str:
 
 
 def slow_start(facts: Facts) -> Finding | str | None:
-    """Return whether much of the run passes before its first step; staging does not count."""
+    """Return whether the run takes long until its first step; staging does not count."""
     took = {name: facts.phases[name] for name in _STARTING if name in facts.phases}
     if not took or not facts.elapsed_seconds or "training" not in facts.phases:
         return None

@@ -79,6 +79,7 @@ def read_profile(directory: Path) -> TraceProfile | None:
     found = sorted(directory.glob(_PATTERN), key=_rank)
     if not found:
         return None
+    # Traces are taken at equal distances, so that they come from different nodes.
     every = max(1, len(found) // _MOST_TRACES)
     chosen = found[::every][:_MOST_TRACES]
     traces = [_read_trace(path) for path in chosen]
@@ -156,6 +157,8 @@ def _sum_up(events: list[_TraceEvent], path: Path) -> dict[str, float]:
         "communication": _length(communication) / total,
         "overlap": _length(_intersection(compute, communication)) / total,
         "copies": _length(copies) / total,
+        # The three overlap (a collective runs while a kernel computes), so their sum would exceed
+        # the time; only their union tells when the device was idle.
         "idle": 1 - _length(_union([*compute, *communication, *copies])) / total,
         "data": _length(_intersection(spans(data), window)) / total,
         "marked": bool(data),

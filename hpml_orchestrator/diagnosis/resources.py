@@ -92,6 +92,8 @@ def _more_memory(facts: Facts, limit: float) -> list[Change]:
         text = "ask for more memory per node (`resources.memory`), if a node has it: "
         unknown = "how much was used" if not limit else "the size of a node"
         return [Change(f"{text}{unknown} is not recorded"), less]
+    # hpml adds data staged to /dev/shm to the requested memory, so `resources.memory` is what
+    # remains for the program.
     wanted = limit * _RESERVE - in_ram
     if _GIB * math.ceil(wanted / _GIB) > most:
         wanted = _GIB * math.floor(most / _GIB)
@@ -155,6 +157,7 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
 
 
 def _has_worked(facts: Facts) -> bool:
+    # A run that failed early had no chance to use its GPUs; its failure is the finding.
     if facts.over and facts.state != "COMPLETED":
         return False
     seconds = max((node.seconds or 0.0 for node in facts.nodes), default=0.0)

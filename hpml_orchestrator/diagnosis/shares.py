@@ -87,6 +87,8 @@ def part(rank: RankFacts, name: str) -> float:
 def excesses(values: Mapping[int, float]) -> dict[int, float]:
     """Return by how much each rank's figure is above the median of the others."""
     return {
+        # The median of the others is robust against a second slow rank, and unlike the median of
+        # all it does not move towards the rank itself when there are only two.
         rank: value - median(other for one, other in values.items() if one != rank)
         for rank, value in values.items()
         if len(values) > 1
@@ -174,6 +176,7 @@ def find(
     short = (trained or facts.elapsed_seconds or 0.0) < SHORT_SECONDS
     known: Level = "warning" if level == "warning" or (short or few) else "critical"
     if saves is not None and of_steps:
+        # A finding about steps can only save the share of the run that steps take.
         whole = train_share(facts)
         saves = None if whole is None else saves * whole
     lines = [f"{evidence[0]} ({threshold})", *evidence[1:]] if evidence else []
@@ -215,6 +218,8 @@ def exclude(job: JobFields, nodes: Sequence[str], *, faulty: bool = True) -> lis
         return []
     extra = job["resources"]["extra"]
     options = [option for option in extra if not option.startswith("--exclude=")]
+    # sbatch takes only the last `--exclude`, so the nodes that the user excludes join the same
+    # option.
     before = [option.partition("=")[2] for option in extra if option.startswith("--exclude=")]
     value = [*options, f"--exclude={','.join([*before, *names])}"]
     where = nodes_text(names)

@@ -1,4 +1,4 @@
-"""From which figure on something is reported: the only table of these numbers."""
+"""The limits of all findings, in one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEN_SECONDS = 60.0
 LONG_PHASE_SECONDS = 60.0
 """Shorter phases are not reported: importing PyTorch from cold storage takes most of a minute."""
 SURE = 0.001
-"""Chance at most that one of equal ranks is the slowest as often: a usual level of significance."""
+"""Highest probability that equal ranks look this uneven by chance: a usual significance level."""
 CAUSE_SHARE = 0.8
 """Share of a delay that a second figure must explain to be named as its cause (TraceML)."""
 BANDWIDTH_SHARE = 0.8

@@ -131,7 +131,7 @@ def _yaml(value: object) -> str:
 
 
 def gain_text(finding: Finding) -> str:
-    """Return the upper bound of a gain with what it rests on; empty if none is known."""
+    """Return the upper bound of a gain with its condition; empty if none is known."""
     if finding.gain is None:
         return ""
     return f"at most {finding.gain:.0%} of the run's time, {finding.gain_if}"
