@@ -1,4 +1,4 @@
-"""Collect what the nodes of one run of `hpml bench` left, and remove what they could not."""
+"""Collect the results of a run of `hpml bench`, and remove files that killed nodes left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CUT_OFF = {"reason": "the job ended before all was measured", "failed": True}
 
 
 def collect(run: Path, rid: str, site: Site | None) -> tuple[list[Measurement], list[Path]]:
-    """Return what the nodes measured, by name of the node, and results that cannot be read.
+    """Return the measurements in order of the nodes' names, and the files that cannot be read.
 
     Args:
         run: the run's directory.
@@ -43,7 +43,7 @@ def clean_up(shared: Path, rid: str) -> None:
 
     Args:
         shared: the directory that was measured.
-        rid: the run's id, which is in the name of what nodes make there.
+        rid: the run's id, which is part of the names of the nodes' files.
     """
     for path in shared.glob(f".hpml-bench-{rid}-*"):
         with contextlib.suppress(OSError):

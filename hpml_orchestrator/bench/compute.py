@@ -45,6 +45,7 @@ def measure_cpu() -> None:
     native = bool(cpu_flags() & _BFLOAT16_FLAGS)  # else it is converted, and very slow
     names = ("float32", "bfloat16") if native else ("float32",)
     for name in names:
+        # All cores begin together: a core that computes alone runs at a higher clock.
         gate = threading.Barrier(len(cpus))
 
         def multiply(cpu: int, name: str = name, gate: threading.Barrier = gate) -> list[float]:
@@ -114,7 +115,7 @@ def measure_gpu(index: int, shm: str) -> None:
 
 @contextlib.contextmanager
 def alone(directory: str) -> Iterator[None]:
-    """Let one process of this node at a time do what is within."""
+    """Run the body in one process of this node at a time."""
     with open(os.path.join(directory or tempfile.gettempdir(), "link.lock"), "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -129,6 +130,7 @@ def gpu_domain(about: object) -> int | None:
             number = int(stream.read())
     except (AttributeError, OSError, ValueError):
         return None
+    # The kernel writes -1 if it does not know the domain, and that is in no list.
     return number if number in domains() else None
 
 
@@ -160,7 +162,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
         curve += [(world, size, took) for took in _allreduce_seconds(values, deadline)]
     if rank % (world if part == "node" else local) == 0:
         answer(curves={part: curve})
-        if curve and curve[-1][1] == sizes[-1]:  # rates of smaller messages are others
+        if curve and curve[-1][1] == sizes[-1]:  # smaller messages have lower rates
             rates = [bus_bandwidth(*one) for one in curve if one[1] == sizes[-1]]
             figure(f"{part}.allreduce", [rates], "B/s", ranks=world)
     distributed.destroy_process_group()

@@ -30,7 +30,7 @@ Tracks = Sequence[Sequence[float]]
 
 
 class Unmeasured(Exception):  # noqa: N818 - not a fault
-    """A part cannot be measured here, which is nobody's fault."""
+    """A part cannot be measured here, though nothing is broken."""
 
 
 def answer(**fields: object) -> None:
@@ -93,12 +93,12 @@ def repeated(work: Callable[[], object], amount: float, seconds: float = _SECOND
 
 
 def cpu_model() -> str:
-    """Return what the processor calls itself."""
+    """Return the model name of the processor."""
     return _cpuinfo("model name") or platform.machine()
 
 
 def cpu_flags() -> set[str]:
-    """Return what the processor can do, such as `avx512_bf16`."""
+    """Return the processor's feature flags, such as `avx512_bf16`."""
     return set((_cpuinfo("flags") or _cpuinfo("Features")).split())
 
 

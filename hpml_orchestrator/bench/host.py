@@ -160,6 +160,7 @@ class DiskReader:
         with contextlib.suppress(OSError):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
             try:
+                # Some file systems accept O_DIRECT at `open` and refuse it at the first read.
                 os.preadv(self._descriptor, self._buffers[:1], 0)
             except OSError:
                 os.close(self._descriptor)

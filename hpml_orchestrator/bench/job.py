@@ -1,4 +1,4 @@
-"""The job of `hpml bench`: the program that travels to the nodes, and what it asks of them."""
+"""The job of `hpml bench`: the program that nodes run, and the resources it requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class BenchSize:
-    """What of each node the job asks for."""
+    """What the job requests of each node."""
 
     cpus: int = 1
     gpus: int = 0
@@ -115,10 +115,10 @@ def parse_nodes(text: str) -> Nodes:
 
 
 def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> BenchSize:
-    """Return what to ask of each node, so that the job gets all of it.
+    """Return what to request of each node so that the job gets the whole node.
 
     Of a partition with several kinds of nodes the most frequent kind is measured, unless the nodes
-    are named; then the job gets of each what the smallest of them has.
+    are named; then the job gets as much of each as the smallest one has.
 
     Args:
         nodes: that the user wants.
@@ -150,6 +150,8 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Ben
         members = tuple(node for node in cluster.nodes if node.name in nodes.names)
     else:
         usable = [node for node in members if node.up] or list(members)
+        # Siblings must be of one kind to be compared. Slurm would mix the kinds of a partition, so
+        # the nodes of all others are excluded.
         kinds = Counter(map(_kind, usable))
         kind = max(kinds, key=lambda one: (kinds[one] >= nodes.count, kinds[one]), default=None)
         exclude = tuple(node.name for node in members if _kind(node) != kind)
@@ -172,7 +174,7 @@ def _kind(node: Node) -> tuple[object, ...]:
 
 
 def _memory(gpus: int, least: int) -> int:
-    """Return the memory to ask for: what measuring needs, at most most of the node's."""
+    """Return the memory to request: what measuring needs, at most 90 % of the node's."""
     wanted = _MEMORY_MIB * (1 + gpus)
     return min(wanted, least * 9 // 10) if least else wanted
 
@@ -210,7 +212,7 @@ def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition 
 def job_fields(
     size: BenchSize, nodes: Nodes, program: Path, args: Sequence[str]
 ) -> dict[str, object]:
-    """Return the fields of the job file; command line and site profile have more.
+    """Return the fields of the job file; command line and site profile may add others.
 
     Args:
         size: what to ask of each node.
@@ -240,6 +242,7 @@ def job_fields(
         "launcher": "srun",
         "script": str(program),
         "args": list(args),
+        # The parts bind themselves, one of them on purpose to a remote domain.
         "binding": "none",
         "monitor": False,
         "checkpoint": False,

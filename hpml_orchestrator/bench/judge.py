@@ -46,7 +46,7 @@ class Compared:
     name: str
     figure: Rate
     references: Sequence[Reference] = ()
-    outlier: str = ""  # which kind of reference it is below
+    outlier: str = ""  # the kind of reference that it is below
     uncertain: bool = False  # its repeats scatter too much for a verdict, or others disturbed it
 
     def reference(self, kind: str) -> Reference | None:
@@ -69,7 +69,7 @@ class BenchVerdict:
         return sum(own), len(own)
 
     def alone(self, node: str) -> int:
-        """Return how many certain figures of a node have nothing that they can be compared with."""
+        """Return how many certain figures of a node have no reference yet."""
         return sum(
             not one.uncertain and not one.references for one in self.figures if one.node == node
         )
@@ -107,6 +107,8 @@ def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> l
     """Return each figure of each node with its specification, own history and siblings."""
     runs = {made.run for made in measured}
     earlier = [made for made in stored if made.run not in runs]
+    # Each sibling counts once, with its newest result; a node that is measured often would
+    # otherwise be the median.
     newest = {made.node: made for made in [*earlier, *measured]}
     found = []
     for made in measured:
@@ -136,7 +138,7 @@ def _below(figure: Rate, references: Sequence[Reference]) -> str:
 
 
 def _has_no_cpus(made: Measurement, part: str) -> bool:
-    """Return whether a part that needs only CPUs is late because other processes have them."""
+    """Return whether a CPU-only part is late because other processes use the CPUs."""
     late = made.missing[part].reason.startswith("no answer ")
     figure = f"{part}.allreduce" if part in ("node", "nodes") else f"{part}."
     return late and made.load > _OVERLOADED and _of_cpus(made, figure)
@@ -223,5 +225,7 @@ def _number(part: str) -> int | None:
 
 def _reference(kind: str, values: Sequence[float]) -> Reference:
     ordered, median = sorted(values), statistics.median(values)
+    # One slow sibling would widen the spread of the reference so far that no outlier could be
+    # named, itself included. So the extremes do not count.
     middle = ordered[1:-1] if len(ordered) > _FEW else ordered
     return Reference(kind, median, len(values), (middle[-1] - middle[0]) / 2 / median)

@@ -137,7 +137,7 @@ class NodeBench:
             self.write()
 
     def run_gpus_and_links(self) -> None:
-        """Measure all-reduce between nodes first, since all have just started; then the GPUs."""
+        """Measure all-reduce between nodes first, while all are in step; then the GPUs."""
         gpus = len(self.record["gpus"])
         self.compare_gpus(gpus)
         local = self.options.gpus or 1
@@ -253,6 +253,8 @@ class NodeBench:
 def foreign_seconds() -> float:
     """Return the CPU seconds of this node that neither this process nor its parts used."""
     with open("/proc/stat", encoding="ascii") as stream:
+        # The two fields left out are idle and iowait. The line is cut before guest time, which
+        # user and nice already contain.
         user, nice, system, _, _, *rest = map(int, stream.readline().split()[1:9])
     own = sum(os.times()[:4])  # with children that have ended
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own

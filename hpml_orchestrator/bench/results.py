@@ -47,7 +47,7 @@ class Missing:
     """Why something was not measured."""
 
     reason: str
-    failed: bool = False  # it broke or hung; else it was left out, as without PyTorch
+    failed: bool = False  # it broke or hung; otherwise it was left out, for example without PyTorch
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _type_in_profile(node: str, site: Site | None) -> str:
 
 
 def directories_of(records: Path, profiles: Sequence[Path]) -> list[Path]:
-    """Return where results may lie, the best place first.
+    """Return the directories that may hold results, the preferred one first.
 
     Each site profile in use may have a directory next to it: `site.bench` for `site.toml`. Users
     who may not write there have `bench` in their records.
@@ -194,6 +194,8 @@ def keep(measurements: Sequence[Measurement], directories: Sequence[Path]) -> Pa
 def _write(directory: Path, made: Measurement) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{made.run}.json", asdict(made))
+    # A file that another process has just removed counts as the newest, so it pushes no other one
+    # out.
     results = sorted(directory.glob("*.json"), key=_modified)
     for old in results[:-_KEPT_PER_NODE]:
         with contextlib.suppress(OSError):  # another hpml removes it, or it is not ours
@@ -259,7 +261,7 @@ def peaks_for(
     directories: Iterable[Path] = (),
     site: Site | None = None,
 ) -> Peaks | None:
-    """Return what nodes can do: measured by `hpml bench`, else as the GPU's vendor specifies it.
+    """Return the peaks of nodes: measured by `hpml bench`, else from the GPU's specification.
 
     The newest measurements of these nodes count; if there are none, those of their node type in the
     site profile, or of nodes with the same GPU.
@@ -295,7 +297,7 @@ def peaks_for(
 
 
 def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> Peaks | None:
-    """Return what the nodes of a run can do, as far as it was measured or is specified.
+    """Return the peaks of a run's nodes, as far as measured or specified.
 
     Args:
         facts: of the run.
