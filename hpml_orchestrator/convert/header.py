@@ -90,6 +90,8 @@ def read_header(script: str, report: ImportReport) -> Header:
         options, others = read_options(list(header_words(script)), SBATCH)
     except HeaderError as error:
         raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
+    # A script may carry the headers of several systems; only one without any `#SBATCH` line is
+    # refused.
     for number, line in enumerate(lines if not options else (), start=2):
         for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
             raise InputError(
@@ -124,6 +126,7 @@ def apply_option(header: Header, option: Option, report: ImportReport) -> None:
     """
     name, value = option.name, option.value
     for other in _MEMORY if name in _MEMORY else ():
+        # sbatch's three memory options exclude each other, and the last one counts.
         if other != name and (earlier := header.options.pop(other, None)):
             del header.numbers[other]
             why = f"--{name} in line {option.line} replaces it"
@@ -167,6 +170,8 @@ def _nodes(header: Header, option: Option, report: ImportReport) -> None:
 
 def _gres(header: Header, option: Option, report: ImportReport) -> None:
     parts = [part for part in split_list(option.value) if part and part.lower() != "none"]
+    # Only GPUs have a field in the job file; the rest of `--gres`, such as local disks, stays an
+    # option.
     gpus = [part for part in parts if re.match(r"(gres[:/])?gpu\b", part)]
     if gpus:
         header.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))

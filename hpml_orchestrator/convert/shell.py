@@ -134,13 +134,16 @@ def parse_script(text: str) -> list[Statement]:
             f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
             hint="at the end of a line remove it; elsewhere put the blank in quotes",
         )
-    _refuse_invalid(text)  # first: bash names the line, which the grammar only guesses
+    _refuse_invalid(text)  # first, because bash names the exact line
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
+    # The mark keeps the length of the text, so lines and offsets of the nodes stay those of the
+    # script.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
     root = _tree(marked)
-    if root.has_error:  # not everywhere it takes a mark
+    if root.has_error:  # the grammar does not accept a mark everywhere
         root = _tree(text)
     node = root
+    # The deepest node with an error is the smallest piece that the message can show.
     while inner := next((child for child in node.children if child.has_error), None):
         node = inner
     if root.has_error:
@@ -163,7 +166,7 @@ def _tree(text: str) -> Node:
 
 
 def _refuse_invalid(text: str) -> None:
-    """Refuse a script that bash would not start."""
+    """Raise InputError for a script that bash cannot parse."""
     try:
         done = subprocess.run(
             ["bash", "-n"],
@@ -212,6 +215,8 @@ def _statement(node: Node) -> Statement:
         else:
             found.block = found.block or _BLOCKS.get(node.type, "")
             stack.extend(reversed(node.children))
+            # A failing `! command` is no failure to `set -e`, so the exit status has a meaning of
+            # its own, as in a condition.
             if node.type == "negated_command":
                 found.block = found.block or "a condition"
     return found
@@ -313,6 +318,8 @@ def _literal(text: str, *, quoted: bool) -> Iterator[Part]:
         if match["expansion"]:
             yield Part(match[0], is_expansion=True, quoted=quoted)
         elif match["escaped"]:
+            # Within double quotes a backslash escapes only these four; before anything else it is
+            # literal.
             is_kept = quoted and match["escaped"] not in '$`"\\'
             yield Part(match[0] if is_kept else match["escaped"], quoted=True)
         else:

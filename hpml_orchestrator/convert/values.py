@@ -1,9 +1,9 @@
-"""The values of a script's words, as far as its own lines and its header decide them.
+"""The values of a script's words, as far as its lines and header determine them.
 
 A value is text. What only the running job can compute (a job id, the output of a command) is a
 *hole*: its shell source between two NUL characters, which no script contains. Quotes around the
 source mean that the script quotes it, so that it stays one word. A `!` in front means that the
-value is not the same at every time of the job, such as `$(date)` in an assignment.
+value changes while the job runs, such as `$(date)` in an assignment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.convert.shell import Assignment, ShellWord
 
 HOLE = re.compile("\0([^\0]*)\0")
-_STABLE = NODE_DIRECTORIES | frozenset(  # the same at every time of the job
+_STABLE = NODE_DIRECTORIES | frozenset(  # constant while the job runs
     "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER "
     "SCRATCH PSCRATCH WORK PROJECT STORE".split()
 )
@@ -94,7 +94,7 @@ class Values:
         stable = "\0!" not in " ".join(items) or _LAUNCHER.search(value) is not None
         known = stable and before is not None and len(value) < _MAX_VALUE
         known = known and name not in self._functions
-        if name in _STABLE:  # no longer: values that contain it keep the earlier one
+        if name in _STABLE:  # not constant after all: values that contain it keep the earlier one
             for other, parts in self.variables.items():
                 if name in hole_names(" ".join(parts or ())):
                     self.variables[other] = None
@@ -103,6 +103,8 @@ class Values:
 
     def forget(self, source: str, *, is_function: bool = False) -> None:
         """Treat variables that a command may set as unknown; all of them if it reads a file."""
+        # Every word that could be a variable's name counts, since nothing is evaluated. Too many
+        # unknown values only make the report longer; a wrong known one would change the job.
         names = set(_NAME.findall(source))
         if is_function:
             self._functions |= names
@@ -130,6 +132,8 @@ class Values:
                 continue
             items = self._expand(part.text, quoted=part.quoted)
             if not part.quoted:
+                # The shell splits an unquoted expansion first and then expands file patterns in
+                # the pieces.
                 items = [piece for item in items for piece in _split_blanks(item)]
                 if any(_FILE_PATTERN.search(HOLE.sub("", item)) for item in items):
                     return [f"\0!{word.source}\0"]
