@@ -28,6 +28,8 @@ def cores_of_groups(
     groups: Iterable[Iterable[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
 ) -> tuple[Core, ...]:
     """Return cores, numbered by their lowest CPU; the maps are CPU -> socket and CPU -> domain."""
+    # `core_id` is unique only within a socket and may have holes, so cores get numbers of their
+    # own.
     ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
         Core(number, sockets[cpus[0]], domains[cpus[0]], cpus)
@@ -52,6 +54,8 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
         return None if home is None else number
     with_cpus = {domain.number for domain in domains if domain.cpus}
     ranked = sorted((away, other) for other, away in home.distances if other in with_cpus)
+    # A tie has no right answer; an unknown domain makes the planner spread the ranks, while a
+    # guess could bind all of them to the wrong side.
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
         return None
     return ranked[0][1]
@@ -75,7 +79,7 @@ def assign_unplaced_cpus(
 
 
 def _name_key(name: str) -> tuple[tuple[str, int], ...]:
-    """Return a sort key that orders names with numbers as people do: NIC2 before NIC10."""
+    """Return a natural sort key for names with numbers: NIC2 before NIC10."""
     parts = re.findall(r"([^0-9]*)([0-9]{0,9})", name)
     return tuple((word, int(digits or "0")) for word, digits in parts)
 
@@ -169,6 +173,8 @@ class Devices:
         return Topology(source, cores, domains, gpus, nics, links, tuple(warnings))
 
     def _computing_gpus(self) -> tuple[Gpu, ...]:
+        # If no GPU is known to compute, all are kept: a workstation's only card may be a VGA
+        # device.
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
         # A UUID that several partitions share does not identify any of them.
@@ -196,5 +202,6 @@ class Devices:
         same = gpu.domain == nic.domain
         if path and other and path.bridges and other.bridges:
             distance = level(path, other, same_domain=same)
+            # NODE and SYS depend on the domains; PIX, PXB and PHB follow from the bridges alone.
             return distance if known or distance not in {"NODE", "SYS"} else ""
         return "SYS" if known and not same else ""

@@ -52,6 +52,8 @@ def read_sysfs(
     """
     warnings: list[str] = []
     cpu_root = os.path.join(sys_root, "devices", "system", "cpu")
+    # Numbers of CPUs may have holes, and offline CPUs keep their directories. A CPU that cannot be
+    # taken offline, often cpu0, has no `online` file.
     online = frozenset(_read_cpus(cpu_root, "online")) or frozenset(
         number
         for number in _numbered(cpu_root, "cpu")
@@ -103,6 +105,7 @@ def _domains(
     homes: dict[int, int] = {}
     for number in numbers:
         for cpu in _read_cpus(root, f"node{number}", "cpulist", mask="cpumap"):
+            # `cpulist` may name CPUs that are offline, on which nothing can run.
             if cpu in online:
                 homes.setdefault(cpu, number)
     if not homes:
@@ -128,6 +131,8 @@ def _memory(meminfo: str) -> int:
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     words = re.findall(r"[0-9]{1,9}", text)
+    # The numbers of domains may have holes, so the n-th distance belongs to the n-th directory,
+    # not to domain n.
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
 
@@ -146,6 +151,8 @@ def _cores(cpu_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
         if not siblings:
             unknown.append(cpu)
         if cpu not in seen:
+            # The siblings may include offline CPUs, which have no home and are no part of the
+            # core.
             core = {cpu, *(other for other in siblings if homes.get(other) == homes[cpu])} - seen
             groups.append(core)
             seen |= core
