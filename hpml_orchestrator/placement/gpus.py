@@ -1,4 +1,4 @@
-"""Which GPU each local rank has, and which NUMA domains that GPU is next to.
+"""The GPU of each local rank, and the NUMA domains next to it.
 
 Visible devices are those of CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES. Indices in there count
 the GPUs that the process may open, in the order of their PCI addresses (with
@@ -45,6 +45,8 @@ def gpus_of_ranks(
     """
     if not devices:
         return [RankGpu(rank) for rank in range(ranks)]
+    # Too many ranks are a warning rather than an error: the ranks themselves would share the GPUs
+    # in the same way.
     if ranks > len(devices) * ranks_per_gpu:
         warnings.append(
             f"{ranks} ranks for {counted(len(devices), 'visible GPU')}: more than "
@@ -58,7 +60,7 @@ def gpus_of_ranks(
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, devices: Sequence[Gpu | None]
 ) -> set[int]:
-    """Return the domains that are next to visible GPUs without a rank only.
+    """Return the domains whose visible GPUs all lack a rank.
 
     Domains without a GPU are included if they are nearer to these than to the GPU of any rank.
     """
@@ -92,6 +94,7 @@ def visible_devices(
     """
     if text is None:
         return [gpu for gpu in topology.devices if gpu.address not in hidden]
+    # An index counts whole GPUs only; the driver accepts MIG instances by UUID alone.
     admitted = [gpu for gpu in topology.gpus if not gpu.parent and gpu.address not in hidden]
     devices: list[Gpu | None] = []
     for entry in (part.strip() for part in text.split(",")):
@@ -109,6 +112,7 @@ def visible_devices(
 
 
 def _by_uuid(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
+    # The driver accepts the beginning of a UUID if only one device has it.
     begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid)]
     exact = [gpu for gpu in begun if gpu.uuid.lower() == uuid]
     return exact[0] if exact else begun[0] if len(begun) == 1 else None
@@ -135,6 +139,7 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
         if candidate.domain is not None and topology.domain(candidate.domain):  # memory alone
             return machine.nearest(candidate.domain, with_cpus)
         domains = machine.domains_of_cpus(candidate.cpus)
+        # A list of all CPUs is what the kernel shows for an unknown place, so it says nothing.
         if domains and domains != with_cpus:
             return domains
     return ()

@@ -45,6 +45,7 @@ class Machine:
             self._sockets.setdefault(core.domain, set()).add(core.socket)
             cpus = tuple(cpu for cpu in core.cpus if cpu in usable)
             if cpus:
+                # Not always the core's first thread: a job's mask may hold only the second one.
                 self.cpus_of[core.number] = cpus if smt else cpus[:1]
                 self.domain_of[core.number] = core.domain
                 self.socket_of[core.number] = core.socket
@@ -87,18 +88,19 @@ class Machine:
         return self.distance(domain, other), int(sockets.isdisjoint(others))
 
     def nearest(self, domain: int, among: Iterable[int]) -> tuple[int, ...]:
-        """Return those of some domains that are nearest to one, all of them when they tie."""
+        """Return the domains in `among` that are nearest to `domain`; several if they tie."""
         gaps = {other: self.gap(domain, other) for other in among}
         least = min(gaps.values(), default=None)
         return tuple(other for other, gap in gaps.items() if gap == least)
 
     def domains_of_cpus(self, cpus: Iterable[int]) -> tuple[int, ...]:
-        """Return the domains that some CPUs are in."""
+        """Return the domains of the CPUs."""
         return tuple(sorted({self.home_of[cpu] for cpu in cpus if cpu in self.home_of}))
 
     def memory_for(self, domain: int) -> int:
-        """Return the domain whose memory serves another: itself, if it may have some."""
+        """Return the domain to take memory from: itself, unless it has none and others do."""
         others = [other for other in self._sockets if other != domain and self._memory.get(other)]
         if self._memory.get(domain) or not others:
             return domain
+        # The number breaks ties, so that equal nodes get equal plans.
         return min(others, key=lambda other: (self.gap(domain, other), other))

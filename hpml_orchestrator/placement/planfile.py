@@ -43,6 +43,8 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
     lines = [f"hpml-plan {VERSION} {_pairs(head)}"]
     for rank in plan.ranks:
         values = {
+            # A rank without CPUs stays where Slurm put it; an empty mask would be an error of the
+            # kernel.
             "bind": "no" if plan.policy == "none" or not rank.cpus else "yes",
             "gpu": rank.gpu,
             "index": rank.gpu_index,
@@ -62,12 +64,14 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
 
 
 def find(text: str, local_rank: int) -> dict[str, str]:
-    """Return the values of one rank's line by key; those that are `-` are left out.
+    """Return the values of one rank's line by key, without those that are `-`.
 
     Raises:
         ValueError: this is not a plan file of this version, or it lacks the rank.
     """
     header(text)
+    # A search in the text instead of splitting it: each of the node's ranks does this at its
+    # start.
     begin = text.find(f"\nrank {local_rank} ")
     end = text.find("\n", begin + 1)
     if begin < 0 or end < 0:
@@ -76,7 +80,7 @@ def find(text: str, local_rank: int) -> dict[str, str]:
 
 
 def header(text: str) -> dict[str, str]:
-    """Return the values of the first line by key; those that are `-` are left out.
+    """Return the values of the first line by key, without those that are `-`.
 
     Raises:
         ValueError: this is not a plan file of this version.

@@ -140,6 +140,8 @@ def _share(
     if policy == "spread":
         return chunks([machine.cores], len(gpus))
     _warn_of_unknown(gpus, warnings)
+    # Without any known place of a GPU, equal parts in order of sockets are the best guess:
+    # neighbouring ranks stay on neighbouring cores.
     if not any(gpu.near for gpu in gpus):
         return chunks([machine.cores] if scarce else _units(machine, policy), len(gpus))
     # Which domain each rank belongs to is decided first, then how the cores of a domain, or of
@@ -178,6 +180,8 @@ def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
     wanted: list[tuple[int, ...]] = []
     for gpu in gpus:
         usable = tuple(domain for domain in gpu.near if domain in machine.pool)
+        # The job's mask may leave out the GPU's own domain. Then the nearest domain with usable
+        # cores is home, and the plan warns of it.
         if gpu.near and not usable:
             gaps = {
                 home: min(machine.gap(near, home) for near in gpu.near) for home in machine.pool
@@ -235,6 +239,8 @@ def _rank(
         cores=tuple(sorted(cores)),
         numa=tuple(sorted(counts)),
         memory=machine.memory_for(min(counts, key=cost)) if counts else None,
+        # Loader workers need cores of their own: with OpenMP threads on all of them, both would
+        # wait for each other.
         threads=max(1, threads - loader_workers),
         loader_workers=loader_workers,
         distance=machine.farthest(owned.near, counts),
@@ -244,7 +250,7 @@ def _rank(
 def _choose_nics(
     topology: Topology, machine: Machine, gpus: Sequence[RankGpu], homes: Sequence[tuple[int, ...]]
 ) -> list[str | None]:
-    """Return the name of each rank's network card: the nearest, and among equals each as often."""
+    """Return the name of each rank's network card: the nearest; equals are used equally often."""
     if not topology.nics:
         return [None] * len(gpus)
     links = {(gpu, nic): _LEVELS.get(level, 4) for gpu, nic, level in topology.links}
@@ -284,6 +290,7 @@ def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
     if nic.domain is not None:
         return (nic.domain,)
     domains = machine.domains_of_cpus(nic.cpus)
+    # A card next to all CPUs is one whose place the kernel does not know.
     return () if domains == machine.domains_with_cpus else domains
 
 

@@ -50,6 +50,8 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     # With fewer cores than ranks on the node no move can help, so none is made.
     count = [0] * len(units)
     for rank in range(ranks):
+        # With fewer ranks than units this skips units evenly: two ranks on four domains get the
+        # first and the third, one per socket where a socket has two.
         count[rank * len(units) // ranks] += 1
     full = sum(len(unit) for unit in units) < ranks
     while not full and any(held > len(unit) for held, unit in zip(count, units)):
@@ -72,7 +74,7 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
     """Return each rank's home: of its possible domains the one with most cores left per rank."""
-    # Greedy, ranks with the fewest possible domains first: the others can still go elsewhere.
+    # Greedy, ranks with the fewest possible domains first: the others have alternatives.
     # Ranks with equal possibilities then get their homes in order, so that neighbouring ranks are
     # on the same or neighbouring domains; the number of ranks per domain does not change.
     counts = dict.fromkeys(machine.pool, 0)
@@ -137,6 +139,8 @@ def merge(machine: Machine, groups: list[Group]) -> None:
 
         def cost(other: Group, short: Group = short) -> tuple[tuple[int, int], float, int]:
             gap = min(machine.gap(a, b) for a in short.homes for b in other.domains)
+            # A group without ranks counts as half a rank, so that among equally near groups an
+            # idle one is taken first unless it is tiny.
             per_rank = other.cores(machine) / (len(other.ranks) or 0.5)
             return gap, -per_rank, machine.order[other.domains[0]]
 
