@@ -224,6 +224,9 @@ def _options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks.", envvar="HPML_DEBUG")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what hpml asks of Slurm, and for how long.")
+    ] = False,
     _: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
@@ -237,6 +240,11 @@ def _options(
         path = os.path.abspath(os.path.expanduser(site_profile))
         if not os.path.exists(path) and not wants_help:  # also for commands that read none
             raise NotFoundError(f"no such site profile: {path}", hint="or `--site none`")
+    if verbose:
+        import logging  # noqa: PLC0415 - it takes 10 ms
+
+        logging.basicConfig(format="hpml: %(message)s")
+        logging.getLogger("hpml_orchestrator.scheduler").setLevel(logging.DEBUG)
     context.obj = {"records": records, "site": site_profile, "debug": debug}
 
 

@@ -6,7 +6,10 @@ Code takes a `Runner`; tests give `hpml_orchestrator.testing.FakeRunner`.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,6 +106,7 @@ class SubprocessRunner:
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
         """Run a command and return its output; see `Runner.run`."""
         check_configuration(argv[0], env)
+        began = time.monotonic()
         try:
             done = subprocess.run(
                 list(argv),
@@ -113,9 +117,11 @@ class SubprocessRunner:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
+            _log(argv, began, "no answer")
             raise SchedulerUnavailable(f"{argv[0]} gave no answer in {timeout:g} s") from error
         except OSError as error:
             raise _cannot_start(argv[0], error) from error
+        _log(argv, began, done.returncode)
         return Completed(
             done.returncode,
             done.stdout.decode("utf-8", "surrogateescape"),
@@ -134,6 +140,7 @@ class SubprocessRunner:
     ) -> int:
         """Run a command that outlives us; see `Runner.run_detached`."""
         check_configuration(argv[0], env)
+        began = time.monotonic()
         try:
             with open(stdout, "wb") as out, open(stderr, "wb") as err:
                 process = subprocess.Popen(
@@ -150,14 +157,17 @@ class SubprocessRunner:
                 raise NotFoundError(f"no such directory: {cwd}") from error
             raise _cannot_start(argv[0], error) from error
         try:
-            return process.wait(timeout)
+            status = process.wait(timeout)
         except BaseException as error:
             self._left.append(process)  # still ours to reap, never to kill
+            _log(argv, began, "not ended")
             if isinstance(error, subprocess.TimeoutExpired):
                 raise SchedulerUnavailable(
                     f"{argv[0]} has not ended in {timeout:g} s and still works"
                 ) from error
             raise
+        _log(argv, began, status)
+        return status
 
 
 def check_configuration(command: str, env: Mapping[str, str]) -> None:
@@ -172,6 +182,15 @@ def check_configuration(command: str, env: Mapping[str, str]) -> None:
             f"SLURM_CONF names {path}, which does not exist",
             hint="unset SLURM_CONF, or set it to the slurm.conf of your cluster",
         )
+
+
+def _log(argv: Sequence[str], began: float, outcome: int | str) -> None:
+    """Log what was asked, how long it took, and any status but 0: `hpml --verbose` shows it."""
+    logging = sys.modules.get("logging")  # its import takes 10 ms; who wants to see it has done it
+    if logging is not None:
+        status = f"exit status {outcome}" if isinstance(outcome, int) else outcome
+        text = f"{shlex.join(argv)}: {time.monotonic() - began:.2f} s"
+        logging.getLogger(__name__).debug("%s%s", text, f", {status}" if outcome else "")
 
 
 def _cannot_start(command: str, error: OSError) -> SchedulerUnavailable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,15 +176,7 @@ def _space(check: str, path: str) -> DoctorFinding:
 def _output(command: Sequence[str]) -> str | None:
     """Return the output of a command; None if it fails."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = SubprocessRunner().run(command, env=os.environ, timeout=_TIMEOUT_SECONDS)
+    except SchedulerUnavailable:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

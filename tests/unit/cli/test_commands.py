@@ -116,6 +116,27 @@ def test_a_traceback_is_for_those_who_ask(shell: Shell) -> None:
     assert "NotFoundError" in loud.err
 
 
+def test_verbose_shows_what_slurm_is_asked(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command as a shell reads it, its seconds, and a status other than 0; only if asked."""
+    home = shell.root / "fakes"
+    home.mkdir()
+    for name, line in (
+        ("sbatch", "echo '4711;fake'"),
+        ("squeue", "exit 3"),
+        ("scontrol", "exit 1"),
+    ):
+        (home / name).write_text(f"#!/bin/sh\n{line}\n")
+        (home / name).chmod(0o755)
+    monkeypatch.setitem(shell.variables, "PATH", f"{home}:{os.environ['PATH']}")
+    submitted = shell.hpml("--verbose", "submit", "--no-check", shell.job("told"))
+    assert re.search(r"^hpml: sbatch .*/job\.sh: \d+\.\d\d s$", submitted.err, re.MULTILINE)
+    state = shell.hpml("--verbose", "status")
+    assert re.search(
+        r"^hpml: squeue .* '--Format=.*': \d+\.\d\d s, exit status 3$", state.err, re.MULTILINE
+    )
+    assert "squeue" not in shell.hpml("status").err
+
+
 def test_a_bug_of_hpml_is_reported_as_such(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected error is one line too, with its own status and what to do."""
 
