@@ -284,7 +284,7 @@ def memory_headroom(
 def _free_bytes(directory: str, files: _Files) -> int | None:
     limit = _number(_text(f"{directory}/{files.limit}"))
     used = _number(_text(f"{directory}/{files.used}"))
-    # The root cgroup has none of these files, and "max" is not a number: both mean no limit.
+    # The root of version 2 has none of these files, and "max" is not a number: both mean no limit.
     if limit is None or used is None or limit >= _NO_LIMIT:
         return None
     cache = 0
