@@ -119,6 +119,8 @@ class Copies:
             self._made |= {self.path(path) for path in (*sources, target)}
         if name not in ("cp", "rsync") or not sources or not self.is_local(target):
             return False
+        # An entry of `stage` must be a path that is known now: not the output of a command,
+        # `HOST:PATH` or something on the node itself.
         if any(has_hole(word) or ":" in word or _ROOT.match(word) for word in sources):
             return False
         known = self.values.directory or all(word.startswith("/") for word in sources)
@@ -126,6 +128,8 @@ class Copies:
             return False
         place = self.path(target)
         tree = name == "rsync" or any(map(_RECURSIVE.match, options))
+        # `cp -r DATA PLACE` copies into PLACE if that exists and creates it otherwise. It exists
+        # if the script has made it, or if it is the node's directory itself.
         into = len(sources) > 1 or target.endswith(("/", "/.")) or place in self._made
         into = into or place == _root(place)
         names = [os.path.basename(source.rstrip("/")) for source in sources]
@@ -137,6 +141,7 @@ class Copies:
                 directory = place if into else os.path.dirname(place)
                 self._add(source, "file" if _ARCHIVE.search(base) else "auto", directory, base)
             else:
+                # `cp -r dir/.` and `rsync dir/` copy what is in the directory, without its name.
                 contents = source.endswith("/.") or (name == "rsync" and source.endswith("/"))
                 inside = os.path.join(place, base) if into and not contents else place
                 self._add(source.removesuffix("/."), "auto", inside)

@@ -112,6 +112,9 @@ class _Import:
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, str] = {}  # of fields: the line of the script, for errors
         self.header = read_header(text, self.report)
+        # Slurm sets the script's variables from the header alone. Options of srun join the header
+        # only after the body has been read, so the allocation is computed twice, and reported
+        # once.
         self.known = known_variables(self.header, allocation(self.header, ImportReport()))
         self.known["SLURM_SUBMIT_DIR"] = context.directory
         self.known["SLURM_JOB_NAME"] = self.header.text("job-name") or name

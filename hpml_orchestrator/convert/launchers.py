@@ -109,6 +109,7 @@ def remove_launchers(launch: Launch) -> None:
         InputError: hpml has no counterpart of an option.
     """
     before: list[str] = []
+    # Launchers nest, as in `srun env NAME=1 torchrun`. Each pass removes the outermost one.
     while launch.words and launch.words != before:
         before, words = list(launch.words), launch.words
         if match := re.fullmatch(r'\0"?\$\((?:which|command -v) ([\w.+-]+)\)"?\0', words[0]):

@@ -77,6 +77,8 @@ def _nodes(header: Header, per_node: int | None, tasks: int | None, report: Impo
         why = "without --nodes Slurm may use several nodes; the job file asks for one"
         report.changed(option.line, option.shown, why, "write resources.nodes for more")
     nodes = nodes or 1
+    # Slurm could give the nodes different numbers of tasks or GPUs; a job file has one number for
+    # all.
     if option is not None and (gpus % nodes or (tasks or 0) % nodes):
         why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
         raise InputError(
@@ -130,6 +132,8 @@ def add_srun_options(header: Header, launch: Launch, report: ImportReport) -> No
             continue  # all of the job's memory
         if has_hole(value):
             raise launch.refused(option.shown, "a job file needs this value", "write it out")
+        # The header wins: srun runs inside of its allocation and cannot get more. Only what the
+        # header leaves open is taken from srun.
         earlier = header.option(*family)
         if earlier is None or (name == "gres" and "gpu" not in value):
             try:

@@ -179,6 +179,8 @@ def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
     if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job["stage"]):
         return ""
     needs = {one.kind: f"it needs {one.needs}" for one in diagnosis.unknown}
+    # Findings about steps all need the channel, and those about use the monitor. What was missing
+    # for one of them was missing for all.
     sources = [kind, *(["waits-for-data"] if kind in _OF_STEPS else [])]
     if kind in _OF_USE and not facts.nodes:
         sources += ["gpu-unused", "cpus-unused"]

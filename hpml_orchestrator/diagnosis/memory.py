@@ -366,6 +366,7 @@ def read_model(text: str) -> tuple[DeviceNeed, int | None]:
         states,
         activations,
         layers=transformer.layers if transformer else 1,
+        # By default DDP copies all gradients into its buckets (without `gradient_as_bucket_view`).
         buckets=gradients,
     )
     return need, int(numbers.get("batch", 1)) if transformer else None

@@ -265,6 +265,8 @@ def outcome(plan: SweepPlan, rows: Sequence[PointRow]) -> TrialOutcome:
     pairs = [(usable[_BEFORE][repeat], usable[_AFTER][repeat]) for repeat in repeats]
     runs = [row for pair in pairs for row in pair]
     whole = not any(row.state == "PRUNED" or _STOPPED in row.reason for row in runs)
+    # Stopped runs differ in how long they ran, so their total times mean nothing; their rates
+    # still compare.
     if not whole:
         pairs = [pair for pair in pairs if all(row.samples_per_second for row in pair)]
     times = [
