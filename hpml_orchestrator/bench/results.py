@@ -194,8 +194,7 @@ def keep(measurements: Sequence[Measurement], directories: Sequence[Path]) -> Pa
 def _write(directory: Path, made: Measurement) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{made.run}.json", asdict(made))
-    # A file that another process has just removed counts as the newest, so it pushes no other one
-    # out.
+    # A file that another process has just removed sorts last, where nothing is deleted.
     results = sorted(directory.glob("*.json"), key=_modified)
     for old in results[:-_KEPT_PER_NODE]:
         with contextlib.suppress(OSError):  # another hpml removes it, or it is not ours

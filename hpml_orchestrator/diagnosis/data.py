@@ -85,7 +85,7 @@ def _possible(facts: Facts) -> float | None:
     if facts.peaks is None:
         return None
     # The local disk is the limit only if all data are staged there; otherwise some reads go to the
-    # shared file system, which is the slower one.
+    # shared file system.
     targets = {stage["target"] for stage in facts.job["stage"]}
     return facts.peaks.local_disk_read if targets == {"local"} else facts.peaks.shared_read
 
