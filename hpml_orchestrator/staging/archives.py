@@ -329,6 +329,13 @@ class _Info(tarfile.TarInfo):
                 raise tarfile.ReadError("it holds a header of absurd size")
         return info
 
+    def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            found: tarfile.TarInfo = super()._proc_pax(tar)  # type: ignore[misc]
+        except tarfile.HeaderError as error:  # newer Pythons take it for the end, too
+            raise tarfile.ReadError(f"a damaged header: {error}") from error
+        return found
+
     def _sparse(self, *_: object) -> NoReturn:
         raise StagingError(
             f"{shown(self.archive)}: {shown(self.name)} is a sparse member of GNU tar",
