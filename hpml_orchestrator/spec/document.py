@@ -1,9 +1,11 @@
-"""Read a job file or a site profile as plain data: YAML 1.2 or TOML."""
+"""Read a job file or a site profile as plain data: YAML 1.2 or TOML, bounded in size and depth."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +18,8 @@ from ruamel.yaml.nodes import ScalarNode
 from hpml_orchestrator.errors import InputError, NotFoundError
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
+_MAX_VALUES = 200_000
+_MAX_DEPTH = 32
 _MAX_MESSAGE_CHARS = 400
 
 _SHELL_SUFFIXES = frozenset({".sh", ".bash", ".sbatch", ".slurm"})
@@ -36,6 +40,9 @@ def read_mapping(
         InputError: it cannot be read, is too large, or holds no mapping.
     """
     try:
+        # a pipe or a device may never end, and opening a pipe waits for its writer
+        if not stat.S_ISREG(os.stat(source).st_mode):
+            raise InputError(f"{source} is not a regular file")
         with source.open("rb") as stream:
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
@@ -123,31 +130,54 @@ def parse_yaml(text: str, source: str) -> Any:
         source: what it is, for messages.
 
     Raises:
-        InputError: it is not YAML, or has a key twice.
+        InputError: it is not YAML, has a key twice, or is over 200,000 values or 32 levels once
+            aliases are followed.
     """
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     try:
-        return reader.load(io.StringIO(text))
+        data = reader.load(io.StringIO(text))
+    except RecursionError:
+        raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except (YAMLError, ValueError) as error:
         message = _one_line(str(error))
         hint = next((hint for part, hint in _YAML_HINTS if part in message), _QUOTES_HINT)
         raise InputError(f"{source} is not YAML: {message}", hint=hint) from None
+    _check_size(data, source)
+    return data
 
 
 def parse_toml(text: str, source: str) -> Any:
     """Return the data of a TOML document; its floats have an attribute `written`.
 
     Raises:
-        InputError: it is not TOML.
+        InputError: it is not TOML, or is nested too deep.
     """
     try:
-        return tomllib.loads(text, parse_float=_WrittenFloat.of)
+        data = tomllib.loads(text, parse_float=_WrittenFloat.of)
+    except RecursionError:
+        raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels") from None
     except ValueError as error:
         raise InputError(
             f"{source} is not TOML: {_one_line(str(error))}",
             hint="texts stand in quotes; a file whose name does not end in .toml is read as YAML",
         ) from None
+    _check_size(data, source)
+    return data
+
+
+def _check_size(data: object, source: str) -> None:
+    waiting, count = [(data, 1)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > _MAX_DEPTH:
+            raise InputError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
+        if count + len(waiting) > _MAX_VALUES:
+            raise InputError(f"{source} holds more than {_MAX_VALUES} values (are they aliases?)")
+        if isinstance(value, (dict, list)):
+            inner = value.values() if isinstance(value, dict) else value
+            waiting += [(item, depth + 1) for item in inner]
 
 
 _QUOTES_HINT = "texts with any of : # { } [ ] , & * ! | > ' \" % @ ` stand in quotes"

@@ -75,9 +75,14 @@ def test_a_bomb_of_aliases_is_refused_at_once(load: Load) -> None:
         (f"{BASE}---\n{BASE}", "j.yaml", "is not YAML: expected a single document"),
         ("? {a: b}\n: x\n", "j.yaml", "is not YAML: .*unhashable key"),
         ("x: " + "1" * 5000, "j.yaml", "is not YAML: Exceeds the limit"),
+        ("x: " + "[" * 40 + "]" * 40, "j.yaml", "nested deeper than 32 levels"),
+        ("x: &x [*x]\n", "j.yaml", "nested deeper than 32 levels"),
+        ("x: " + "[" * 800, "j.yaml", "nested deeper than 32 levels"),
         ("x: \x00", "j.yaml", "is not YAML"),
         ("name: [", "j.toml", "is not TOML: Expected '='"),
         ("a = 1\na = 2", "j.toml", "is not TOML: Cannot overwrite a value"),
+        ("a = " + "[" * 100_000, "j.toml", "nested deeper than 32 levels"),
+        ("a = " + "[" * 50 + "]" * 50, "j.toml", "nested deeper than 32 levels"),
         (b"name: \xff\xfe", "j.yaml", r"is not UTF-8 text \(byte 6\)"),
     ],
 )
@@ -89,12 +94,15 @@ def test_what_is_no_job_file(load: Load, text: str | bytes, name: str, message: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_20_megabytes_is_refused_unread(load: Load) -> None:
-    """Of what may never end, no more is read."""
+def test_a_file_of_20_megabytes_is_refused_unread(load: Load, tmp_path: Path) -> None:
+    """What may never end is not even begun."""
     with pytest.raises(InputError, match="is over 4194304 bytes"):
         load(b"#" * 20_000_000)
-    with pytest.raises(InputError, match="/dev/zero is over"):
+    with pytest.raises(InputError, match="/dev/zero is not a regular file"):
         load_job("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(InputError, match="pipe.yaml is not a regular file"):
+        load_job(tmp_path / "pipe.yaml")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
