@@ -102,7 +102,7 @@ class _ServerCollector:
 class _SummaryWriter:
     """Adds up the job's figures in a separate thread, and writes them regularly.
 
-    What it does wrong harms no metrics.
+    Its errors never affect the metrics.
     """
 
     def __init__(self, options: NodeOptions, sampler: Sampler) -> None:
@@ -124,8 +124,8 @@ class _SummaryWriter:
 
     def _follow(self) -> None:
         while not self._ended.wait(self._pause):
-            # A short job whose exporter is killed loses half of its figures at most; and the nodes
-            # of a large one do not keep writing to the shared file system.
+            # A short job whose exporter is killed loses at most half of its figures, while the
+            # nodes of a large job do not keep writing to the shared file system.
             later = time.monotonic() + self._pause  # until which nobody writes, if not now
             due = later - self._written > min(_WRITE_SECONDS, (later - self._began) / 2)
             self._note(write=due)
@@ -191,6 +191,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
     server = Server(options.listen, options.web_config, pages, any_port=options.any_port)
     pages.count(server.counters)
     summary: _SummaryWriter | None = None
+    # Listen first: a wrong or taken address ends the exporter before a driver is loaded.
     host, port = server.start()
     try:
         sampler.start()

@@ -181,6 +181,7 @@ def cluster_name() -> str:
             text = Path(path or "").read_text("utf-8", "replace")
             match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
             if match:
+                # Slurm itself uses the name in lower case.
                 return match[1].lower()
     return ""
 

@@ -67,7 +67,7 @@ class JobSummary:
     """Figures of the job that the options name, on this node.
 
     Args:
-        options: of the exporter; an earlier exporter's file of the same job is gone on with.
+        options: of the exporter; an earlier exporter's file of the same job is continued.
         now: when the exporter began, by time.monotonic().
     """
 
@@ -156,7 +156,8 @@ class JobSummary:
                 if uuid in own:
                     key = "/".join(["gpu", uuid, name, *rest])
                     if name == "energy_joules" and key not in self._counts:
-                        # Where it counts from is the first reading; before that there is the power.
+                        # The first reading is only a baseline, as the counter began with the
+                        # driver. For the time before it the power is an estimate.
                         self._counts[key] = [power.get((uuid,), 0.0) * step, value]
                     self._note_gpu(key, name, value, step)
 
@@ -166,9 +167,9 @@ class JobSummary:
             grown = self._count(key, value, first=own, anew=own)
             passed = self._last - self._busy_at.get(key, self._last)
             if name == "busy_seconds":
-                # Before the first look nobody knows from when on the collector counted.
+                # Before the first look it is unknown how long the collector had been counting.
                 if passed > 0:
-                    # More than 1 may be: GPUs are read in one rhythm, and looked at in another.
+                    # May exceed 1: GPUs are sampled and aggregated at different intervals.
                     self._mean(f"{key}_share", grown / passed, passed)
                 self._busy_at[key] = self._last
         elif name in _PEAKS:
@@ -182,7 +183,7 @@ class JobSummary:
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
         if family is not None:
             if not self._sure:
-                # GPUs are seen a moment before jobs are: what was taken for the job's is others'.
+                # GPUs are known a moment before jobs. Drop those that turn out to be other jobs'.
                 self._sure = True
                 for uuid in self._gpus.keys() - own:
                     self._forget_gpu(uuid)
@@ -211,7 +212,10 @@ class JobSummary:
             return self._counts[key][0]
         grown = value - known[1]
         if key in self._resumed:
-            self._resumed.discard(key)  # each at its own time: not every collector is as quick
+            # Key by key, as collectors deliver their first readings at different times.
+            self._resumed.discard(key)
+            # Counters of the exporter itself begin again at 0; those of driver and kernel went on,
+            # and what happened meanwhile belongs to the job.
             grown = value if anew else max(0.0, grown)
         elif grown < 0:
             grown = value
@@ -257,7 +261,7 @@ class JobSummary:
                 figures[counter] = round(total, 3)
         if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
             share, weight = means.get(_BUSY_SHARE, (figures["busy_seconds"] / seconds, 0.0))
-            # Of a few seconds the levels say more: a reading too many or too few is much of them.
+            # Over a few seconds the sampled level is more exact: one reading is much of them.
             if weight >= _STEADY_SECONDS or "utilization_ratio" not in figures:
                 figures["utilization_ratio"] = round(min(1.0, share), 4)
         return {"uuid": uuid, "name": self._gpus[uuid], **figures, **parts}

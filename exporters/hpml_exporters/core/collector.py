@@ -18,11 +18,11 @@ class NotHereError(Exception):
 
 
 class DriverLostError(Exception):
-    """What was read is gone (a GPU off the bus, a driver reloaded): make the collector anew."""
+    """The source is gone (a GPU off the bus, a driver reloaded): create the collector again."""
 
 
 class StaleError(Exception):
-    """This reading failed, and the families of an earlier one must still be shown."""
+    """This reading failed; keep showing the families of an earlier one."""
 
     def __init__(self, message: str, families: Iterable[Metric]) -> None:
         super().__init__(message)
@@ -45,19 +45,19 @@ class Collector(Protocol):
     def sample(self, now: float) -> Iterable[Metric]:
         """Read once and return all families as they are now.
 
-        They are iterated once, when a scrape first wants them: a generator can leave until then
-        what is expensive to put together. An error of it is one of this reading.
+        A scrape iterates them once, when it first needs them, so a generator can put off expensive
+        work until then. An error raised there counts as this reading's.
 
         Args:
             now: time.monotonic() of this reading, seconds.
 
         Raises:
             NotHereError: there is nothing to read.
-            DriverLostError: the collector has to be made anew.
+            DriverLostError: the collector must be created again.
             StaleError: this reading failed; the families that it brings are shown.
             Exception: this reading failed; the families of the last one are dropped, the next
                 reading is tried at its time.
         """
 
     def close(self) -> None:
-        """Give back what was opened; called by the thread that reads."""
+        """Release what was opened; called by the reading thread."""

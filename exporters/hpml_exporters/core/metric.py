@@ -1,4 +1,4 @@
-"""What a metric is and how a collector returns its series, as families of prometheus_client."""
+"""Metrics and their series, as families of prometheus_client."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class MetricSpec:
         """
         found = Metric(self.family_name, self.help, self.type, self.unit)
         for values, value in samples:
+            # Every series of every scrape comes through here, and nearly all labels are plain
+            # ASCII: only the others pay for an encoding.
             text = "".join(values)
             plain = text.isascii() and "\0" not in text
             sent = values if plain else map(_sendable, values)
@@ -78,6 +80,7 @@ class MetricSpec:
                 raise TypeError(f"{self.name} cannot have the value {value!r}")
             if isinstance(value, Histogram):
                 found.samples += _buckets(self.name, labels, value)
+            # NaN fails this comparison too. Prometheus would take either for a counter reset.
             elif self.type != "counter" or value >= 0:
                 found.samples.append(Sample(self.name, labels, float(value)))
         return found
@@ -105,7 +108,7 @@ def _buckets(name: str, labels: dict[str, str], value: Histogram) -> Iterable[Sa
 
 
 def _sendable(value: str) -> str:
-    """Return a label's value as text that can be sent: names of files may be any bytes."""
+    """Return a label's value as valid UTF-8: file names may hold any bytes."""
     return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 

@@ -1,4 +1,4 @@
-"""Small files of procfs, sysfs and cgroupfs, and what they say of processes."""
+"""Reads small files of procfs, sysfs and cgroupfs."""
 
 from __future__ import annotations
 

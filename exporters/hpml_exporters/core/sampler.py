@@ -1,4 +1,4 @@
-"""Has every collector read at its own interval, and holds what they read last.
+"""Runs every collector at its own interval, and holds the latest readings.
 
 A scrape takes the latest readings and waits for no collector. A collector that fails, hangs or
 reads nothing new loses its series; the others continue.
@@ -27,9 +27,9 @@ _SPREAD_SECONDS = 1.0
 _TICK_SECONDS = 1.0
 _JOIN_SECONDS = 0.7
 _SELF_SECONDS = 5.0
-"""After which the exporter's own figures are anew, if nothing else changed."""
+"""After which the exporter's own figures are refreshed, even if nothing else changed."""
 _ROUNDING = 1e-6
-"""Part of an interval: 0.3 / 0.1 is less than 3 in binary, and would be due at once again."""
+"""Fraction of an interval: 0.3 / 0.1 is below 3 in binary, so a reading would be due again."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class CollectorSource:
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds until a collector is asked again that found nothing, or lost its driver.
+    """Seconds before retrying a collector that found nothing or lost its driver.
 
     Attributes:
-        absent: of one that has nothing to read here.
-        lost: of one whose driver was lost; doubles with each failure up to `lost_max`.
-        lost_max: see there.
+        absent: if there is nothing to read here.
+        lost: after a lost driver; doubles with each failure up to `lost_max`.
+        lost_max: the longest pause.
     """
 
     absent: float = 60.0
@@ -57,10 +57,10 @@ class Pauses:
 
 @dataclass(frozen=True)
 class Samples:
-    """What all collectors read last.
+    """The latest readings of all collectors.
 
     Attributes:
-        families: of all collectors; those of one metric are one, which may have no series.
+        families: of all collectors, one per metric; a family may have no series.
         time: when they were put together, seconds since the epoch.
         monotonic: the same by time.monotonic().
     """
@@ -71,7 +71,7 @@ class Samples:
 
 
 class _Slot:
-    """One collector's place; its thread calls `read`, others look at `state` and `reading`.
+    """One collector and its state; its own thread calls `read`, others look at the attributes.
 
     Attributes:
         name: of the collector.
@@ -126,12 +126,16 @@ class _Slot:
             self._warn_once(str(error), f"old figures are shown: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the others continue
             self._warn_of_error(error)
+            # After an ordinary failure the collector stays, and its counters with it. A lost driver
+            # needs new handles: close everything and start again, after pauses that grow.
             if self._collector is None or isinstance(error, DriverLostError):
                 self.close()
                 pause = min(self._pauses.lost * 2.0**self._lost, self._pauses.lost_max)
                 self._lost = min(self._lost + 1, 32)
         ended = time.monotonic()
         with self._lock:
+            # The watchdog may call `mark_stuck` right now. Without the lock it could declare a
+            # reading stuck that has just ended, and drop good families.
             self.state = replace(
                 self.state,
                 outcome=outcome,
@@ -148,6 +152,7 @@ class _Slot:
 
     def shown(self) -> CollectorState:
         """Return the state with its families put together."""
+        # Outside the lock: a generator may take long, and `read` must not wait for a scrape.
         state = self.state
         try:
             shown = replace(state, families=tuple(state.families))
@@ -170,7 +175,7 @@ class _Slot:
         self._changed()
 
     def hangs_in_kernel(self) -> bool:
-        """Return whether its thread sleeps so deeply that no signal, and no exit, wakes it."""
+        """Return whether its thread sleeps uninterruptibly, which no signal and no exit ends."""
         try:
             with open(f"/proc/self/task/{self.thread}/stat", "rb") as stream:
                 return stream.read().rpartition(b")")[2].split()[0] == b"D"
@@ -187,7 +192,7 @@ class _Slot:
                 self._warn_of_error(error)
 
     def _warn_of_error(self, error: Exception) -> None:
-        """Say what happened, each kind of it once an hour: a kind is a class at a line of code."""
+        """Log an error, each kind once an hour: a kind is an exception class at a line of code."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -226,10 +231,10 @@ class Sampler:
             specs: all metrics that they can show.
             constant: families that never change.
             stuck_seconds: after which a reading that has not ended counts as stuck.
-            exit_seconds: after which `give_up` is called because of it, with what to say; not for
-                a thread that waits in the kernel uninterruptibly, which no exit would end.
-            give_up: ends the process; is called in the watchdog's thread, once.
-            pauses: for collectors that are not here.
+            exit_seconds: after which a stuck reading calls `give_up` with the reason, except while
+                its thread is in uninterruptible sleep, which no exit would end.
+            give_up: ends the process; called once, in the watchdog's thread.
+            pauses: before retrying a collector that has nothing to read.
         """
         pauses = pauses or Pauses()
         self._slots = [_Slot(one, pauses, self._note_change) for one in sources]
@@ -250,6 +255,8 @@ class Sampler:
         """Start the threads; the first readings are spread over a second."""
         origin = time.monotonic()
         for number, slot in enumerate(self._slots):
+            # Each collector keeps its offset for good (see `next_due`), so their readings never
+            # fall together on one moment.
             first = origin + number * _SPREAD_SECONDS / len(self._slots)
             self._begin(slot.name, partial(self._keep_reading, slot, first))
         self._begin("watchdog", self._watch)
@@ -272,7 +279,7 @@ class Sampler:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families of all collectors, and how these do."""
+        """Return the families of all collectors, with the collectors' own health."""
         return [family for family in self.snapshot().families if family.samples]
 
     def describe(self) -> Iterable[Metric]:
@@ -291,7 +298,7 @@ class Sampler:
     def health(self) -> tuple[bool, str]:
         """Return whether the exporter works, and in words which collectors do not.
 
-        A collector whose reading failed makes no unhealthy exporter: a restart would not help.
+        A failed reading does not make the exporter unhealthy: a restart would not help.
         """
         if time.monotonic() - self._ticked > 10 * _TICK_SECONDS:
             return False, "the watchdog does not run"
@@ -311,7 +318,10 @@ class Sampler:
         while not self._ended.wait(max(0.0, due - time.monotonic())):
             pause = slot.read()
             now = time.monotonic()
+            # From the grid, not `now + interval`, which would drift by the duration of each
+            # reading.
             due = now + pause if pause else next_due(first, slot.interval, now)
+        # A job shorter than an interval would otherwise leave no figures.
         if self._last_reading:
             slot.read()
         slot.close()
@@ -336,6 +346,8 @@ class Sampler:
                     slot.mark_stuck(reading)
                     stuck = "collector %s: a reading has not ended for %.0f s"
                     _LOG.error(stuck, slot.name, age)
+                # An exit does not end a thread in state D: the process would stay and serve
+                # nothing. Then it is better to keep serving the other collectors.
                 if age >= self._exit_seconds and self._give_up and not slot.hangs_in_kernel():
                     give_up, self._give_up = self._give_up, None
                     give_up(f"collector {slot.name}: stuck for {age:.0f} s")
@@ -350,6 +362,8 @@ class Sampler:
         for slot in self._slots:
             state = slot.shown()
             if state.families:
+                # A collector that hangs reports no change. So the snapshot expires with its oldest
+                # families; otherwise the last figures would be shown for ever.
                 expires = state.posted + slot.stale_after
                 if now >= expires:
                     state = replace(state, outcome="failed", families=())
@@ -367,6 +381,7 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
     by_name: dict[str, list[Metric]] = {}
     for family in families:
         by_name.setdefault(family.name, []).append(family)
+    # Prometheus rejects a whole scrape in which one family occurs twice.
     for first, *more in by_name.values():
         if more:
             known = {tuple(one.labels.items()): one for one in first.samples}
@@ -381,7 +396,7 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
 def next_due(origin: float, interval: float, now: float) -> float:
     """Return the next moment of the grid `origin + k * interval` after now.
 
-    Moments that were missed are left out: who was late does not hurry to catch up.
+    Missed moments are skipped: a late collector does not hurry to catch up.
 
     >>> next_due(10.0, 5.0, 12.0), next_due(10.0, 5.0, 15.0), next_due(10.0, 5.0, 31.0)
     (15.0, 20.0, 35.0)

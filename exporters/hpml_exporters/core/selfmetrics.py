@@ -1,4 +1,4 @@
-"""How the collectors and the web server of an exporter do, as metrics."""
+"""The health of an exporter's collectors and of its web server, as metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = Literal["new", "good", "absent", "failed"]
 
 @dataclass(frozen=True)
 class CollectorState:
-    """How a collector does.
+    """The state of one collector.
 
     Attributes:
         outcome: of the last reading.
@@ -125,7 +125,7 @@ SPECS = tuple(spec for spec in tuple(globals().values()) if isinstance(spec, Met
 
 
 def self_families(states: Iterable[tuple[str, CollectorState]]) -> list[Metric]:
-    """Return how collectors do.
+    """Return the health metrics of the collectors.
 
     Args:
         states: names of all collectors, and the state of each.
@@ -153,7 +153,7 @@ def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
 def server_families(
     connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], config_changed: bool
 ) -> list[Metric]:
-    """Return how a web server does.
+    """Return the metrics of a web server.
 
     Args:
         connections: open now.

@@ -24,7 +24,7 @@ from hpml_exporters.jobs.board import Jobs, JobsBoard
 from hpml_exporters.options import Context
 
 LOOK_SECONDS = 30.0
-"""Between two looks for GPUs and MIG instances that came or went."""
+"""Between two searches for GPUs and MIG instances that came or went."""
 RETRY_SECONDS = (5.0, 300.0)
 """After a GPU was lost: the first attempt to find it again, and the longest wait between two."""
 BUDGET_SECONDS = 0.01
@@ -39,10 +39,10 @@ Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
 
 @dataclass
 class _Kept:
-    """What an exporter has counted since it started, whichever collector did.
+    """What an exporter has counted since its start, across collectors.
 
     Attributes:
-        log: XID errors: what ended a driver is asked for after it was loaded again.
+        log: XID errors; those that ended a driver are still wanted after it was reloaded.
         histories: of each GPU, by UUID.
     """
 
@@ -51,11 +51,11 @@ class _Kept:
 
 
 _KEPT: weakref.WeakKeyDictionary[JobsBoard, _Kept] = weakref.WeakKeyDictionary()
-"""By exporter, identified by its board: a new collector is made when the driver is lost."""
+"""By exporter, identified by its board; it outlives a collector whose driver was lost."""
 
 
 class _Pace:
-    """How many ticks lie between two readings: twice as many when ten have cost too much."""
+    """Ticks between two readings; doubled when ten readings have exceeded their budget."""
 
     def __init__(self) -> None:
         self._every = 1
@@ -74,6 +74,8 @@ class _Pace:
         allowed = BUDGET_SECONDS * self._readings * self._every
         if self._spent > allowed:
             self._every = min(2 * self._every, _RAREST)
+        # Speeding up doubles the cost per tick. From a quarter of the budget that ends at half of
+        # it; from half it would end at the limit, and the pace would swing back and forth.
         elif self._spent < allowed / 4:
             self._every = max(1, self._every // 2)
         self._readings, self._spent = 0, 0.0
@@ -143,11 +145,12 @@ class GpuCollector:
         try:
             return self._sample(now)
         except Exception:
+            # After any error handles may be stale: the next sample opens a new session.
             self.close()
             raise
 
     def close(self) -> None:
-        """Give everything back to the driver."""
+        """Release everything that the driver holds for us."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -175,6 +178,7 @@ class GpuCollector:
             leaves = _leaves(session.shown, session.devices)
             self._processes = {leaf.uuid: session.processes(leaf) for leaf in leaves}
             self._jobs = None
+        # The board replaces its view as a whole, so identity is enough to see a change.
         if jobs is not self._jobs:
             self._jobs = jobs
             self._job_families = self._of_jobs(session, jobs)
@@ -185,7 +189,9 @@ class GpuCollector:
     def _current(self, now: float) -> Session:
         session = self._session
         if session is not None and (self._down or self._nameless) and now >= self._next_retry:
-            # A driver forgets that a GPU was lost only after everybody has closed it.
+            # The driver forgets that a GPU was lost only after every client has closed it. Fetch
+            # pending XID errors first: they end with the session, and explain the loss. Each
+            # attempt also interrupts the healthy GPUs, so the pauses grow.
             session.events.poll(self._log, self._clock())
             self.close()
             session = None
@@ -223,9 +229,11 @@ class GpuCollector:
         if before and not self._known and not session.lost and not self._down:
             raise DriverLostError("the NVIDIA driver no longer lists a GPU")
         named = {device.uuid: device for device in session.lost if device.uuid}
-        if self._context.options.job is not None:  # of those that do not answer, which are ours?
+        # Nothing shows whose a silent GPU is: a job counts only those that it has seen answering.
+        if self._context.options.job is not None:
             named = {uuid: device for uuid, device in named.items() if uuid in before}
         self._note_missing({**named, **before}, now)
+        # NVML may list a GPU without a name that `_down` already holds by its UUID: count it once.
         fresh = max(0, nameless - len(self._down))
         if fresh > self._nameless and not self._down:
             self._next_retry = now + self._wait
@@ -246,14 +254,17 @@ class GpuCollector:
         up = {device.pci for device in self._known.values() if device.pci}
         down: dict[str, GpuDevice] = {}
         for uuid, device in {**self._down, **were}.items():
-            # Once its UUID is known, a GPU is called by it, and no more by its address.
+            # A GPU that failed before its UUID was read is known by its PCI address. Forget that
+            # entry once the same GPU appears with its UUID, or it would count as lost for ever.
             called_by_address = uuid == device.pci
             others = {other.pci for other in {**self._down, **were}.values() if other.uuid != uuid}
             if uuid in self._known or (called_by_address and uuid in up | others):
                 continue
             down[uuid] = device
         if down.keys() - self._down.keys():
-            if now - self._restarted > 2 * self._wait:  # else it is one that comes and goes
+            # Start with short pauses again only if the GPU had been up for a while: one that comes
+            # and goes would reopen the session, and interrupt all others, every few seconds.
+            if now - self._restarted > 2 * self._wait:
                 self._wait = self._retry[0]
             self._next_retry = now + self._wait
         self._down = down
@@ -270,12 +281,15 @@ class GpuCollector:
             own, _ = resolve(job.gpus, devices)
         else:
             jobs = self._context.jobs.now
+            # Between two steps a job has no process: a GPU that it has used stays its own.
             self._used |= {
                 leaf.uuid
                 for leaf in _leaves(devices, devices)
                 if any(jobs.job_of(pid) == job.jobid for pid in session.processes(leaf) or ())
             }
             own = list(self._used)
+            # With an unknown allocation only processes show its GPUs, so search as often as they
+            # are read.
             self._next_look = min(
                 self._next_look,
                 self._next_look - self._look + self._context.options.process_interval,
@@ -287,9 +301,12 @@ class GpuCollector:
     def _families(self, session: Session) -> Iterable[Metric]:
         """Return what is known now; most families are made when a scrape wants them."""
         shown = {device.uuid for device in (*session.shown, *self._down.values())}
+        # XID errors are reported for the whole GPU, even if only its instances are shown.
         shown |= {device.parent for device in session.shown}
         identity = (spec.family(rows) for spec, rows in self._identity(session))
         others = [*self._log.families(shown), *self._job_families]
+        # Copied, because the generator runs later, in the thread of a scrape, while the next
+        # reading changes the originals. An exporter that nobody scrapes builds no families.
         values = [(each.device, dict(each.history.values)) for each in session.readers]
         return chain(identity, others, _numbers(values, self._made))
 
@@ -336,6 +353,7 @@ def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Itera
     rows[gpu.UTILIZATION.name] += _of_split(values)
     for name, samples in rows.items():
         if samples:
+            # Most numbers are the same as at the last scrape; building families is what costs.
             if name not in made or made[name][0] != samples:
                 made[name] = samples, _SPECS[name].family(samples)
             yield made[name][1]
@@ -354,6 +372,7 @@ def _of_split(values: Values) -> list[Row]:
             if device.parent == parent.uuid:
                 ratio, slices = numbers.get(series), device.slices
                 busy[device.instance] = ratio * slices if slices and ratio is not None else None
+        # One unknown instance makes the whole GPU unknown: a partial sum would be too low.
         known_busy = [value for value in busy.values() if value is not None]
         if parent.slices and len(known_busy) == len(busy):
             found.append(((parent.uuid,), min(sum(known_busy) / parent.slices, 1.0)))

@@ -56,7 +56,7 @@ class GpuDevice:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What must be the same for cached handles to be right still."""
+        """What must not change for cached handles to stay valid."""
         return (self.uuid, self.mig, self.handle, self.instance)
 
     @property
@@ -123,7 +123,7 @@ def discover(
     found: list[GpuDevice] = []
     lost: list[int] = []
     count = nvml.nvitop.Device.count()
-    if any(index >= count for index in known):  # one is gone, and indexes are others now
+    if any(index >= count for index in known):  # a GPU is gone, so the indexes have shifted
         known.clear()
     for index in range(count):
         try:
@@ -141,19 +141,22 @@ def discover(
         found.append(gpu)
         found.extend(_instances(nvml, gpu, device))
     silent = sorted(set(gpus_on_bus(sys)) - {gpu.pci for gpu in found}) if lost else []
-    if len(silent) != len(lost):  # others may be none of ours
+    # NVML does not identify a lost GPU, but the kernel does. Their numbers must agree: other silent
+    # devices on the bus may belong to somebody else, and a wrong address is worse than none.
+    if len(silent) != len(lost):
         silent = [""] * len(lost)
-    # NVML orders GPUs by PCI address.
+    # NVML orders GPUs by PCI address, so both lists are in the same order.
     pairs = zip(lost, silent, strict=True)
     return found, [GpuDevice(pci, index if pci else -1, pci=pci) for index, pci in pairs]
 
 
 def _is_lost(error: Exception) -> bool:
-    """Tell a GPU that does not answer from one that is none of our business."""
+    """Return whether a GPU does not answer; one that this user may not see is not lost."""
     code = code_of(error)
+    # A driver that is gone is not one lost GPU: DriverLostError passes through.
     with contextlib.suppress(GpuLostError):
         check(code)
-    return code != NO_PERMISSION  # one that a job's devices do not include
+    return code != NO_PERMISSION  # a GPU that the job's device list excludes
 
 
 def _instances(nvml: Nvml, gpu: GpuDevice, device: PhysicalDevice) -> Iterator[GpuDevice]:

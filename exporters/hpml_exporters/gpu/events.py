@@ -44,13 +44,14 @@ class XidLog:
             when: Unix time, seconds.
         """
         name = str(xid)
+        # A failing GPU may report ever new numbers: they must not become ever new series.
         if (uuid, name) not in self._seen and sum(one == uuid for one, _ in self._seen) >= _KINDS:
             name = "other"
         count, _ = self._seen.get((uuid, name), (0, 0.0))
         self._seen[uuid, name] = (count + 1, when)
 
     def families(self, shown: Collection[str]) -> list[Metric]:
-        """Return all of them, those of GPUs that are lost too: they say why.
+        """Return all errors, including those of lost GPUs, which explain the loss.
 
         Args:
             shown: UUIDs of GPUs that may be shown.
@@ -98,8 +99,9 @@ class XidEvents:
         """
         if not self._open:
             return
+        # Bounded: a GPU that reports without end must not hold up the readings of the others.
         for _ in range(_AT_ONCE):
-            # Every error ends it, GPU_IS_LOST too: which one that is, the readers find out.
+            # Any error ends the loop, GPU_IS_LOST too: the readers find out which GPU it is.
             if self._wait(*self._arguments) != SUCCESS:
                 return
             uuid = self._uuids.get(self._event.device or 0)
@@ -107,7 +109,7 @@ class XidEvents:
                 log.add(uuid, self._event.data, when)
 
     def close(self) -> None:
-        """Give the event set back."""
+        """Release the event set."""
         if self._open:
             self._open = False
             self._free(self._set)

@@ -61,7 +61,7 @@ class Gpm:
         return True
 
     def close(self) -> None:
-        """Give the samples back."""
+        """Free the samples."""
         free = self._nvml.call("nvmlGpmSampleFree")
         while self._samples:
             free(self._samples.pop())
@@ -76,7 +76,7 @@ class Gpm:
         if code != SUCCESS:
             self._taken = False
             return code, ()
-        self._samples.reverse()  # what is newer now is the older one of the next reading
+        self._samples.reverse()  # the newer sample becomes the older one of the next reading
         taken, self._taken = self._taken, True
         if not taken:
             return SUCCESS, ()

@@ -64,7 +64,8 @@ def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[tup
             return 0, [(one.pid, one.usedGpuMemory) for one in ask(handle)]
         except nvml.error as error:
             code = code_of(error)
-            if code != INSUFFICIENT_SIZE:  # else more came between the size and the list
+            # nvidia-ml-py asks for the size, then for the list: processes may start in between.
+            if code != INSUFFICIENT_SIZE:
                 break
     return code, []
 
@@ -137,15 +138,20 @@ def job_families(
     """
     facts = {jobid: job.facts for jobid, job in jobs.by_id.items()}
     if only is not None:
+        # The agent knows its job's GPUs from the start; the control group is found later.
         known = facts.get(only.key, only)
         facts = {only.key: only if only.gpus is not None else known}
     used = _used(facts, jobs, processes)
     allocated, missing = {}, {}
     for jobid, job in facts.items():
         allocated[jobid], missing[jobid] = resolve(job.gpus or (), devices)
+    # One owner per GPU, however many jobs share it: dashboards join on (cluster, uuid) with
+    # group_left, and Prometheus refuses a join in which two series match.
     owners = _owners(allocated, used)
     split = {device.parent for device in devices}
     leaves = {device.uuid for device in devices} - split
+    # A GPU whose process list cannot be read is not idle. Counts that depend on it are left out: a
+    # 0 would accuse the job of waste.
     unread = {uuid for uuid in leaves if processes.get(uuid) is None}
     rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _JOB_SPECS}
     for jobid, job in facts.items():
@@ -155,6 +161,8 @@ def job_families(
             counts = _counts(job, own, len(missing[jobid]), mine.keys(), unread)
             for spec, count in counts.items():
                 rows[spec].append((where, count))
+        # Start from the allocation, not from the processes: allocated GPUs without any process
+        # waste most, and would be missing.
         for uuid in dict.fromkeys((*allocated[jobid], *mine)):
             which = (*where, uuid)
             is_allocated = "" if job.gpus is None else str(int(uuid in own))
@@ -164,6 +172,7 @@ def job_families(
                 sizes = mine.get(uuid, [])
                 told = [size for size in sizes if size is not None]
                 rows[gpu.JOB_GPU_PROCESSES].append((which, len(sizes)))
+                # No process is 0 bytes. Processes of unknown size are no series.
                 if told or not sizes:
                     rows[gpu.JOB_GPU_MEMORY_USED].append((which, sum(told)))
     return [spec.family(samples) for spec, samples in rows.items()]
@@ -188,7 +197,7 @@ def _counts(
     used: AbstractSet[str],
     unread: AbstractSet[str],
 ) -> dict[MetricSpec, int]:
-    """Return a job's numbers of GPUs, without those that hang on a list that cannot be read."""
+    """Return a job's GPU counts, except those that depend on an unreadable process list."""
     if job.gpus is None:
         return {} if unread else {gpu.JOB_GPUS_USED: len(used)}
     counts = {gpu.JOB_GPUS_ALLOCATED: len(own) + missing}
@@ -206,6 +215,7 @@ def _owners(
     owners: dict[str, str] = {}
     for jobs in (allocated, used):
         fresh: dict[str, str] = {}
+        # Ids are text: the length puts 9 before 10. The owner has to be the same at each reading.
         for jobid in sorted(jobs, key=lambda jobid: (len(jobid), jobid)):
             for uuid in jobs[jobid]:
                 fresh.setdefault(uuid, jobid)

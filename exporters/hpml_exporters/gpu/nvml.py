@@ -115,11 +115,11 @@ class Nvml:
             return ""
 
     def shutdown(self) -> None:
-        """Give everything back to the driver; it may block for as long as the driver is stuck."""
+        """Release everything; blocks for as long as the driver is stuck."""
         try:
             self._nvml.nvmlShutdown()
         except self.error:  # it was gone already
-            # nvitop counts its initialisations; the next must not be taken for one too many.
+            # nvitop counts initialisations: with a stale count it would skip the next one.
             getattr(self._nvml, "__flags", []).clear()
 
     def _unload(self) -> None:
@@ -127,6 +127,9 @@ class Nvml:
 
         import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - heavy
 
+        # After an upgrade of the driver the old library is still mapped, and dlopen returns that
+        # copy until every user has closed it: without this only a restart of the exporter would
+        # help.
         for library in (self._library, pynvml.nvmlLib):
             if library is not None:
                 _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no other way
@@ -139,7 +142,7 @@ def _nvitop() -> ModuleType:
     import logging  # noqa: PLC0415 - nvitop needs it, nodes without a GPU do not
 
     logger = logging.getLogger("nvitop.api.libnvml")
-    if not logger.handlers:  # with LOGLEVEL=DEBUG it would write nvitop.log where we stand
+    if not logger.handlers:  # with LOGLEVEL=DEBUG it writes nvitop.log to the working directory
         logger.addHandler(logging.NullHandler())
     try:
         from nvitop import api  # noqa: PLC0415 - 12 MiB

@@ -13,6 +13,8 @@ from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
 from hpml_exporters.gpu.questions import Question, questions
 from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, GpuSeries, Series
 
+# A driver call that stalls for a minute must not look like an idle GPU, while nobody knows what a
+# GPU did during an hour without readings.
 _GAP_SECONDS = 120.0
 _GAP_INTERVALS = 2.5
 
@@ -34,6 +36,8 @@ class _Total:
     def unwrap(self, count: float) -> float:
         """Add what was counted since the last reading; drivers hand 32 bits out as 64."""
         if self.last is not None:
+            # Below 2**32 a fall is the counter wrapping around. A larger counter does not wrap:
+            # there a fall is a reset, after which all of the new count is growth.
             wrapped = count < self.last < 2**32
             self.total += count - self.last + (2**32 if wrapped else 0)
             if count < self.last and not wrapped:  # it was reset
@@ -64,7 +68,7 @@ class History:
         return max(_GAP_SECONDS, _GAP_INTERVALS * self.interval)
 
     def pause(self) -> None:
-        """Show nothing, and let what happens until the next reading count for nothing."""
+        """Hide all values, and count nothing until the next reading."""
         self.values.clear()
         for total in self.totals.values():
             total.last = None
@@ -109,15 +113,18 @@ class Reader:
             self._gpm = None
         rows = INSTANCE if device.parent else GPU
         codes: dict[int, int] = {}
+        # Probe every source once. What this GPU does not support is never asked again.
         for question in questions(nvml, device, rows, self._gpm):
             answers = question.ask()
             if self._gpm is not None and isinstance(question.rows[0].source, GpmMetric):
                 answers = question.ask()  # the first has nothing to compare with
             for row, (code, _) in zip(question.rows, answers, strict=True):
-                # Between samples so close to each other some metrics are not known yet.
+                # Two samples this close together leave some metrics undetermined for now.
                 early = isinstance(row.source, GpmMetric) and code not in UNSUPPORTED
                 codes[id(row)] = SUCCESS if early else code
         wanted = self._choose(rows, codes)
+        # Rows with long periods are due at different readings on each GPU, so that no single
+        # reading has to ask all of them.
         phase = zlib.crc32(device.uuid.encode())
         self._plan: list[tuple[int, int, Question]] = []
         for period in sorted({row.period for row in wanted}):
@@ -140,6 +147,7 @@ class Reader:
         asked = answered = False
         history = self.history
         for every, offset, question in self._plan:
+            # The first reading asks everything: no series may appear only minutes later.
             if (self._tick + offset) % every and self._tick:
                 continue
             asked = True
@@ -147,6 +155,8 @@ class Reader:
                 answered = answered or code == SUCCESS
                 if number is not None:
                     history.note(row, number, now)
+                # What cannot be read now is absent, never stale. GPM is different: its first sample
+                # succeeds without a value.
                 elif code != SUCCESS or not isinstance(row.source, GpmMetric):
                     history.values.pop(row.series, None)
         self._tick += 1
@@ -156,7 +166,7 @@ class Reader:
             self.history.pause()
 
     def close(self) -> None:
-        """Give back what the driver keeps for this reader."""
+        """Release what the driver holds for this reader."""
         if self._gpm is not None:
             self._gpm.close()
 

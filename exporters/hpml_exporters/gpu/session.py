@@ -60,7 +60,7 @@ class Session:
         return _roots(self.shown)
 
     def discover(self, select: Callable[[Sequence[GpuDevice]], Sequence[GpuDevice]]) -> None:
-        """Look which GPUs and instances there are, and keep readers of what is as it was.
+        """Find the GPUs and instances, keeping the readers of unchanged ones.
 
         Args:
             select: which ones to show.
@@ -72,6 +72,7 @@ class Session:
         devices, self.lost = discover(self._nvml, self._known, self._sys)
         shown = select(devices)
         wanted = {device.key for device in shown}
+        # A new reader asks every source of its GPU; one whose handle is still valid stays.
         kept = {reader.device.key: reader for reader in self.readers}
         for key in kept.keys() - wanted:
             kept.pop(key).close()
@@ -102,11 +103,11 @@ class Session:
         """
         try:
             return processes_of(self._nvml, device)
-        except GpuLostError:  # the next reading finds that out too
+        except GpuLostError:  # left to the next reading, which finds it lost as well
             return None
 
     def close(self) -> None:
-        """Give everything back; it may block for as long as the driver is stuck."""
+        """Release everything; blocks for as long as the driver is stuck."""
         self.events.close()
         for reader in self.readers:
             reader.close()
@@ -121,6 +122,7 @@ class Session:
         for reader in self.readers:
             if _belongs(reader.device, uuid):
                 reader.close()
+                # The history stays: if the GPU comes back, its totals continue where they were.
                 reader.history.pause()
         self.readers = [each for each in self.readers if not _belongs(each.device, uuid)]
         self.devices = [each for each in self.devices if not _belongs(each, uuid)]

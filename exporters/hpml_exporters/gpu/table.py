@@ -164,6 +164,8 @@ def _call(name: str, convert: Callable[[int], float | None] = float, **more: int
 
 
 _MEMORY = (*_memory(gpu.MEMORY_USED, 4, 2), *_memory(gpu.MEMORY_TOTAL, 1, 0))
+# NVML's utilization only says that some kernel was resident: a spinning NCCL kernel reads 100 %.
+# GPM's SM activity shows how much of the GPU works.
 _ACTIVITY = (
     GpuSeries(gpu.SM_ACTIVE, GpmMetric(2), 1),
     GpuSeries(gpu.SM_OCCUPANCY, GpmMetric(3), 1),
@@ -227,6 +229,7 @@ GPU: Sequence[GpuSeries] = (
     GpuSeries(gpu.REMAPPED_PENDING, Field(144)),
     GpuSeries(gpu.REMAPPED_FAILED, Field(145)),
     GpuSeries(gpu.RETIRED_PENDING, Field(31)),
+    # Not nvmlDeviceGetPcieThroughput: its two calls block for some 40 ms per GPU.
     GpuSeries(gpu.PCIE, GpmMetric(20, _MEBI), 1, ("transmit",), "rate"),
     GpuSeries(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
     GpuSeries(gpu.PCIE, GpmMetric(21, _MEBI), 1, ("receive",), "rate"),

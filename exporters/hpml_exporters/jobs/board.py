@@ -148,6 +148,8 @@ def facts_of(data: Mapping[str, object]) -> JobFacts:
             known["gpus"] = tuple(map(str, value))
         elif isinstance(one.default, str) and isinstance(value, str):
             known[one.name] = value[:_LONGEST_TEXT]
+        # Not isinstance: to JSON's reader `true` is an int, but it is no time and no number of
+        # ranks.
         elif type(value) is type(one.default):
             known[one.name] = value
     return JobFacts(jobid, **known)

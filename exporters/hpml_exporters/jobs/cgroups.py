@@ -134,15 +134,17 @@ class GroupJobs:
         return []
 
     def _search(self, now: float) -> None:
-        """Look for the directories that hold jobs: now and then, or when one may have come."""
+        """Search for the directories that hold jobs: now and then, or if one may be new."""
         tops = (self._cgroup, f"{self._cgroup}/system.slice", *self._mounts.values())
         links = tuple(map(_links, tops))
+        # A directory's link count changes when one comes or goes in it: a cheap sign that a slurmd
+        # or a slice is new, between two full searches.
         if links == self._links and now < self._search_at:
             return
         self._links, self._search_at = links, now + _SEARCH_SECONDS
         self._mounts = _controllers(self._cgroup)
         roots = list(_named_roots(self._cgroup, self._mounts))
-        # Names of the site's own and the groups of containers are known by a process in them.
+        # Site-specific names and the groups of containers are found through a process inside them.
         pids = [os.getpid()] if self._only else islice(self._stepds(), _STEPDS)
         roots += [root for pid in pids for root in self._roots_of(pid)]
         self._roots = list(dict.fromkeys(roots))
@@ -173,16 +175,20 @@ class GroupJobs:
             return None
         self._known[path] = known
         members = self._members(root, path, known)
+        # A process outside our process-id namespace reads as 0: a sign of life, but nothing to look
+        # up in /proc, so it is left out below.
         if any(pids for _, pids in members):
             known.alive_at = self._looks
         steps: dict[str, set[int]] = {}
         for step, pids in members:
             steps.setdefault(step, set()).update(set(pids) - {0})
         daemons = steps.pop("", set())
-        # Slurm sometimes leaves the groups of a job that has ended behind.
+        # Slurm sometimes leaves the groups of an ended job behind. That job would stay for ever,
+        # and claim what its user's running jobs have in /dev/shm.
         if not steps or self._looks - known.alive_at >= _EMPTY_LOOKS:
             return None
         if not known.jobid:
+            # Once read, the id is kept: slurmstepd may end before the last processes of its job.
             names = (self._stepd_job(pid) for pid in sorted(daemons))
             known.jobid = next(filter(None, names), "")
         if not known.jobid or self._only not in {"", known.jobid}:
@@ -190,6 +196,8 @@ class GroupJobs:
         below = path[len(root.mount) :]
         mounts = self._mounts if root.controller else {"": root.mount}
         groups = {
+            # Slurm creates a job's groups one controller after the other: skip what is not there
+            # yet.
             name: mount + below
             for name, mount in mounts.items()
             if mount == root.mount or os.path.isdir(mount + below)
@@ -209,9 +217,12 @@ class GroupJobs:
     def _members(self, root: _Root, path: str, known: _Known) -> list[tuple[str, list[int]]]:
         for _ in range(2):  # again if a group was removed since they were listed
             links = _links(path)
+            # The link count of the job's directory changes with its steps, which saves walking
+            # through all groups at each look. It misses groups further down, so list again
+            # regularly. Some file systems report 1 for every directory: there, list each time.
             if not 1 < links == known.links or self._looks >= known.relist_at:
                 groups = list(_groups(root, path))
-                # A job that just began gets its groups one by one.
+                # A new job gets its groups one by one: look again soon until they stay the same.
                 settled = groups == known.groups
                 known.groups, known.links = groups, links
                 known.relist_at = self._looks + (_RELIST_LOOKS if settled else 1)

@@ -41,6 +41,7 @@ class JobsCollector:
             now: monotonic seconds.
         """
         jobs = self._finder.look(now)
+        # Post before reading the groups: at the start other collectors wait for the first view.
         self._board.post(jobs)
         rows: Rows = {spec: [] for spec in self.specs}
         for key, seen in jobs.by_id.items():
@@ -61,7 +62,7 @@ class JobsCollector:
         counters = self._counters.setdefault(key, {})
         for usage in usages:
             for counter, value in usage.counters.items():
-                # A group that is being removed may show less than before.
+                # A group that is being removed may show less; a counter must not go back.
                 counters[counter] = max(value, counters.get(counter, 0.0))
         return usages, counters
 
@@ -81,7 +82,7 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
 
 
 def _measure(rows: Rows, label: Sequence[str], usages: list[JobUsage], counters: Counters) -> None:
-    """Add what the job's groups show; groups that ended count in the counters."""
+    """Add what the job's groups show; the counters include groups that have ended."""
     totals: dict[tuple[MetricSpec, str], float] = {}
     for (_, spec, more), value in counters.items():
         totals[spec, more] = totals.get((spec, more), 0.0) + value
@@ -93,7 +94,8 @@ def _measure(rows: Rows, label: Sequence[str], usages: list[JobUsage], counters:
             rows[metrics.MEMORY].append(((*label, kind), sum(sizes)))
     for spec in (metrics.CPUS, metrics.MEMORY_LIMIT, metrics.MEMORY_PEAK):
         levels = [usage.levels[spec] for usage in usages if spec in usage.levels]
-        # Peaks of two groups may have been at different times.
+        # Two groups may have peaked at different times: their sum need never have been used. And
+        # without the part of one slurmd a sum is too low, so show none.
         most = 1 if spec is metrics.MEMORY_PEAK else len(levels)
         if levels and len(usages) == len(levels) == most:
             rows[spec].append((label, sum(levels)))

@@ -69,7 +69,7 @@ class JobFinder:
         found = [] if self._groups is None else self._groups.look(now)
         if found and not self._has_groups:
             self._has_groups = True
-            # Earlier findings, perhaps of their prologs, are not about these jobs.
+            # What was found before may stem from the jobs' prologs: forget it.
             self._identities.keep(())
         if not (self._is_own and self._has_groups):
             found += self._in_environments(found, now)
@@ -96,6 +96,8 @@ class JobFinder:
         jobs: dict[str, FoundJob] = {}
         of_user = Counter[int]()
         refused = set()
+        # Oldest first: a job id belongs to the user whose process had it first, so nobody can join
+        # another user's job by setting a variable.
         for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
             job = FoundJob(one.jobid, one.uid, one.cluster)
             if self._only not in {"", job.key}:
@@ -177,6 +179,7 @@ class _Environments:
             known = self._known.get(pid)
             if pid in covered or now - self._jobless.get(pid, now) >= _YOUNG_SECONDS:
                 self._known.pop(pid, None)
+            # Process ids are reused: only the start time tells a new process from the known one.
             elif known is None or not self._is_same(pid, known):
                 self._read(pid, now)
         return self._known

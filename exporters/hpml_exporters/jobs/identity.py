@@ -18,6 +18,7 @@ from hpml_exporters.jobs.cgroups import FoundJob
 from hpml_exporters.options import Roots
 
 LARGEST_MAP = 16384  # bytes; templates/prolog writes less than 4 KiB
+# Whatever is in the place of a map, a link must not lead elsewhere and a FIFO must not block.
 _MAP_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SCHEMA = 1
@@ -57,7 +58,7 @@ class _Known:
 
 
 class Identities:
-    """Says of each job who and what it is, and remembers it.
+    """Finds out and remembers each job's user, account, run and GPUs.
 
     Args:
         roots: where procfs and the prolog's maps are.
@@ -94,7 +95,7 @@ class Identities:
             self._find_user(job, known)
         pids = frozenset(pid for step in job.steps.values() for pid in step)
         if pids and known.pids.isdisjoint(pids):
-            # New, or requeued: its start, its end and its GPUs are others now.
+            # New or requeued: its start, its end and its GPUs have changed.
             known.looks, known.told = 0, None
         known.pids = pids or known.pids
         known.looks += 1
@@ -130,7 +131,7 @@ class Identities:
                 values = procfs.environment(self._roots.proc, pid)
                 if values.get("SLURM_JOB_ID") == job.jobid:
                     told = _told(job.jobid, values)
-                    # The agent has looked at the node's devices; it knows better.
+                    # Prefer the agent's list: it has read the devices.
                     if self._own is None:
                         told = replace(told, gpus=_gpus(step, values))
                     known.told = _completed(known.told or told, told)
@@ -160,6 +161,7 @@ class UserNames:
         """
         if uid < 0 or uid in self._known or now < self._retry_at.get(uid, now):
             return self._known.get(uid, "")
+        # One lookup at a time: a directory service that hangs must not collect threads.
         if self._thread is None or not self._thread.is_alive():
             self._retry_at[uid] = now + _NAME_RETRY_SECONDS
             self._thread = threading.Thread(target=self._ask, args=(uid,), daemon=True)
@@ -192,12 +194,13 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
     except OSError:
         return None
     with open(descriptor, "rb") as stream:
+        # Of the open file: its name could point to another one by now.
         about = os.fstat(descriptor)
         is_trusted = stat.S_ISREG(about.st_mode) and all(
             one.st_uid in {0, os.geteuid()} and not one.st_mode & _OTHERS_WRITE
             for one in (about, os.stat(directory))
         )
-        # Job numbers may begin again, and /run is not in memory everywhere.
+        # Job ids may start over, and where /run is on a disk it survives a reboot.
         is_old = about.st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - 1
         if not is_trusted or is_old or about.st_size > LARGEST_MAP:
             return None
@@ -231,8 +234,8 @@ def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
 def _gpus(step: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names of this node's GPUs in the environment of a process; None: unknown.
 
-    What a step inherited from the batch script are the GPUs of the job's first node. Numbers are
-    places in Slurm's list, which `/etc/hpml/gpus` translates, as for the prolog.
+    A step inherits the batch script's variables, which name the GPUs of the job's first node.
+    Numbers are places in Slurm's list, which `/etc/hpml/gpus` translates, as for the prolog.
     """
     names = tuple(values.get("SLURM_JOB_GPUS", "").split(","))
     nodes = values.get("SLURM_JOB_NUM_NODES") or values.get("SLURM_NNODES")

@@ -65,6 +65,7 @@ class ProcessTotals:
         if known == process:
             return
         if known is not None and known.start != start:
+            # The id was reused: the old process must leave its counts before the new one begins.
             self.keep(self._processes.keys() - {pid})
             known = None
         self._processes[pid] = process
@@ -72,13 +73,15 @@ class ProcessTotals:
             self._sums[place] += count - (known.counts[place] if known else 0)
 
     def keep(self, pids: Collection[int]) -> None:
-        """Note that all processes but these are gone."""
+        """Drop all processes except these."""
         gone = {pid: self._processes.pop(pid) for pid in self._processes.keys() - set(pids)}
         for process in gone.values():
             heir = process.parent
             while heir in gone:
                 heir = gone[heir].parent
-            if heir in self._processes:  # whose counts will have these, too
+            # A living parent reports the counts of a child that it has waited for with its own:
+            # without this they would count twice. If no parent in the job is left, they stay.
+            if heir in self._processes:
                 for place, count in enumerate(process.counts):
                     self._sums[place] -= count
 
@@ -90,11 +93,11 @@ class ProcessTotals:
 
 @dataclass(slots=True)
 class _Process:
-    """What was seen of one process.
+    """The latest readings of one process.
 
     Attributes:
-        stat: of one of the last looks.
-        looked: when it was looked at, monotonic seconds.
+        stat: from one of the last looks.
+        looked: when it was last read, monotonic seconds.
         readable: whether its I/O may be read.
         anonymous: bytes; None where the job's group counts memory.
         own_share: part of them that counts for this process, see `_Pages`.
@@ -121,18 +124,18 @@ class _Job:
     has_memory: bool = False  # no group counts memory
 
     def keep(self, pids: frozenset[int]) -> None:
-        """Note that all processes but these are gone."""
+        """Drop all processes except these."""
         for pid in self.processes.keys() - pids:
             del self.processes[pid]
         self.totals.keep(pids)
 
 
 class ProcessesCollector:
-    """Looks at all processes of all jobs within a budget of time, the longest not seen first.
+    """Reads the processes of all jobs within a time budget, the least recently read first.
 
     Args:
         context: the exporter's.
-        budget: CPU seconds for one look; what is left over comes first in the next one.
+        budget: CPU seconds for one look; the next look starts with the processes left out.
     """
 
     name = "processes"
@@ -155,6 +158,8 @@ class ProcessesCollector:
             now: monotonic seconds.
         """
         if not self._looks:
+            # Jobs become known a moment after the start. Without the wait the first look would be
+            # wasted, and a short job be over before the second.
             self._board.wait(_FIRST_WAIT_SECONDS)
         self._looks += 1
         jobs = self._board.now.by_id
@@ -180,7 +185,7 @@ class ProcessesCollector:
         """Nothing is kept open."""
 
     def _read(self, jobs: Mapping[str, JobSeen], here: frozenset[int], now: float) -> None:
-        """Read processes, then add them up: one that ended must be known before its parent."""
+        """Read processes, then add them up: a child must be known to be gone before its parent."""
         readings: list[tuple[_Job, int, procfs.Stat, tuple[int, ...] | None]] = []
         ended: set[int] = set()
         end = time.thread_time() + self._budget
@@ -204,7 +209,7 @@ class ProcessesCollector:
         self, job: _Job, pid: int, here: frozenset[int], now: float
     ) -> tuple[procfs.Stat, tuple[int, ...] | None]:
         known = job.processes.get(pid)
-        # One that lost its parent has got another, which may soon have its counts.
+        # A process that lost its parent has a new one, which may soon inherit its counts.
         is_due = (pid + self._looks) % _STAT_LOOKS == 0
         stat = known.stat if known else None
         if stat is None or is_due or job.has_cpu or stat.parent not in here:
@@ -226,9 +231,9 @@ class ProcessesCollector:
     def _order(
         self, jobs: Mapping[str, JobSeen], here: frozenset[int]
     ) -> Iterator[tuple[str, int]]:
-        """Yield what to read: the longest not looked at, and among those parents first.
+        """Yield what to read: the least recently read first, and parents before their children.
 
-        A child that is read after its parent cannot have gone over into the parent's counts.
+        A child that is read after its parent cannot already be part of the parent's counts.
         """
         found = []
         for jobid, seen in jobs.items():
@@ -269,6 +274,7 @@ class _Pages:
             processes[large[0][1]].own_share = 1.0
             return
         for _, pid in sorted(large):
+            # A token bucket: unused time adds up, but to one burst at most.
             self._walk_at = max(self._walk_at, now - _WALK_BURST_SECONDS / _WALK_SHARE)
             if self._walk_at > now:
                 return
@@ -305,7 +311,8 @@ def _measure(
 ) -> None:
     user, system, *io = job.totals.total()
     known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
-    # Slurm's own sleep in the extern step is root's: no part of what the user's processes do.
+    # The extern step's `sleep` belongs to Slurm and root; it says nothing about the job. A sum that
+    # lacks any other process is too low, so show how many cannot be read instead.
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:

@@ -60,7 +60,7 @@ def _version_2(path: str) -> JobUsage:
     cpu = _pairs(f"{path}/cpu.stat")
     # `file` contains shmem.
     usage = JobUsage(memory=_kinds(_pairs(f"{path}/memory.stat"), b"anon", b"file", b"shmem"))
-    # Empty unless Slurm set it; what is in effect would be all CPUs of the machine.
+    # Not cpuset.cpus.effective: where Slurm sets no CPUs, it lists those of the whole machine.
     usage.set(metrics.CPUS, _cpus(f"{path}/cpuset.cpus"))
     for mode in ("user", "system"):
         if (counted := cpu.get(f"{mode}_usec".encode())) is not None:

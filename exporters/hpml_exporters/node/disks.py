@@ -88,6 +88,7 @@ class Disks:
     def _is_disk(self, fields: Sequence[str]) -> bool:
         if len(fields) < _FIELDS or fields[2].startswith(_NO_DISKS):
             return False
+        # sysfs writes the slash in a name such as cciss/c0d0 as an exclamation mark.
         return os.path.exists(f"{self._block}/{fields[2].replace('/', '!')}/device")
 
     def _add_space(self, mount: Mount, rows: dict[MetricSpec, list[Row]]) -> None:

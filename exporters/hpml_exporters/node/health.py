@@ -141,6 +141,8 @@ def read_health(proc: str = "/proc", sys: str = "/sys") -> Health:
         sleeping=frozenset(sleeping),
         zombies=zombies,
         read_only={
+            # After an error the kernel makes the file system read-only, but not the mount: one that
+            # was mounted read-only on purpose is so in both places.
             (mount.point, mount.kind): "ro" in mount.options and "rw" in mount.here
             for mount in local_mounts(mounts)
         },

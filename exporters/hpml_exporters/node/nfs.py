@@ -79,6 +79,8 @@ class _Mount:
         if not all(text.isascii() and text.isdecimal() for text in numbers[:8]):
             return
         if name == "bytes:" and len(numbers) >= 6:  # noqa: PLR2004
+            # The bytes exchanged with the server. The columns before are what programs asked for,
+            # which the page cache may have answered.
             self.values[:2] = map(int, numbers[4:6])
         elif name.isupper() and name != "NULL:" and len(numbers) >= 8:  # noqa: PLR2004
             requests, sent, timeouts, _, _, _, milliseconds = map(int, numbers[:7])
@@ -103,6 +105,8 @@ class _ExportNames:
 
     def labels(self, exports: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         """Yield the labels of each (server, export)."""
+        # Count all siblings before naming any: the exports of a directory become one series in the
+        # same sample, not one after the other.
         for server, export in exports:
             siblings = self._siblings.setdefault((server, export.rpartition("/")[0]), set())
             if len(siblings) <= _MAX_SIBLINGS:
@@ -162,7 +166,9 @@ def _parse(mountstats: str, mountinfo: str) -> list[_Mount]:
             devices.setdefault(info.point, []).append(info.device)
     found: list[_Mount] = []
     mount: _Mount | None = None
-    for line in mountstats.split("\n"):  # as in `parse_mounts`
+    # Not splitlines: the kernel escapes only the newline in mount points, whose names users may
+    # choose. Another line end in one must not begin a line here.
+    for line in mountstats.split("\n"):
         if line.startswith("device "):
             mount = None
             device, _, rest = line[7:].partition(" mounted on ")

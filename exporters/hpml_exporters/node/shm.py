@@ -1,18 +1,17 @@
-"""The RAM file system /dev/shm: its size and use, and what of it is which job's.
+"""The RAM file system /dev/shm: its size, its use, and the share of each job.
 
-A job's are the directories that hpml staged for it (a cached dataset counts with each job that uses
-it), and all other files of its user, if that user has no other job here. The exporter of a
-single job cannot know of others, and only counts what hpml staged. The kernel's own figure is
+A job's share is what hpml staged for it (a cached dataset counts for each job that uses it), and
+all other files of its user if that user has no other job here. The exporter of a single job cannot
+know of others, and only counts what hpml staged. The kernel's own figure is
 `hpml_job_memory_bytes{kind="shmem"}`, of the job's control group: it includes files that are
 deleted but open, and leaves out a dataset that another job brought. Where Slurm gives each job a
 /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
 
-Users put anything they like there. A FUSE file system that one mounts on a directory or file, and
-whose server never answers, would hold up who looks at it by name (lstat, open). So each entry is
-opened with O_PATH, which reaches no file system (open(2)); the kernel's own record of that
-descriptor (/proc/PID/fdinfo, proc(5)) names the mount it is on; and only what is on the mount of
-/dev/shm is looked at, through that descriptor, so that no mount or renaming meanwhile can come
-between. Links are not followed.
+Users may put anything there. A FUSE file system mounted on a directory or file, whose server never
+answers, would block any access by name (lstat, open). So each entry is opened with O_PATH, which
+reaches no file system (open(2)); the kernel's record of that descriptor (/proc/PID/fdinfo, proc(5))
+names its mount; and only entries on the mount of /dev/shm are read, through that descriptor, so
+that no mount or rename can come in between. Links are not followed.
 
 Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory next to its manifest, or a link
 to `hpml-{uid}/.cache/{key}/data`. What a shell staged, `hpml-{uid}/shell-{pid}-{start}/{name}`, is
@@ -50,9 +49,9 @@ _OF_JOB = metric(
 SPECS = (_SIZE, _USED, _OF_JOB)
 
 ENTRIES = 500
-"""Entries that a sample reads, about 10 ms: of millions, the next sample reads the next ones.
+"""Entries per sample, about 10 ms of work; the next sample continues where this one stopped.
 
-Shown is the last walk that came to its end.
+The result of the last complete walk is shown.
 """
 
 # {cluster}-{job id}; for runs of hpml's local backend all of it is the key, see JobFacts.key
@@ -189,6 +188,7 @@ class _Walk:
                         yield from self._count(data, folder, 3, (uid, key))
                     else:
                         yield
+                        # Any user can write a manifest: it must not claim more than /dev/shm holds.
                         self.bytes[uid, key] += min(size, self._size)
 
     def _staged_bytes(self, name: str, job: int, user: int) -> int | None:
@@ -211,6 +211,7 @@ class _Walk:
     def _manifest_bytes(self, name: str, parent: int) -> int | None:
         try:
             with self._held(name, parent) as (fd, info):
+                # Opening a FIFO in its place would block until somebody writes to it.
                 if not stat.S_ISREG(info.st_mode):
                     return None
                 with open(f"/proc/self/fd/{fd}", "rb") as stream:
@@ -247,7 +248,7 @@ def _job_of(name: str) -> str | None:
 
 def _names(directory: int) -> Iterator[str]:
     with suppress(OSError):
-        # "." stays below what may be mounted there by now.
+        # "." is the directory itself, even if something was mounted over its name meanwhile.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         try:
             entries = os.scandir(fd)

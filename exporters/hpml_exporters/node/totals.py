@@ -39,6 +39,7 @@ class Totals:
                 continue
             values[source] = now
             total = totals.get(labels, self._totals.get(labels, zero))
+            # A part that fell was mounted anew: all of its present count is growth.
             grown = zip(total, now, self._values.get(source, zero), strict=True)
             totals[labels] = [sum_ + (new - old if new >= old else new) for sum_, new, old in grown]
         self._values, self._totals = values, totals

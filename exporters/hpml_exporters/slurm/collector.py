@@ -1,4 +1,4 @@
-"""The collector: refreshes the figures, and keeps the last ones while Slurm does not answer."""
+"""Refreshes the cluster's figures, and keeps the last ones while Slurm does not answer."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class SlurmCollector:
                 self._reason = str(error)
                 self._in_a_row += 1
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
+                # Calls come once per interval. Half of one less makes the right call match,
+                # although it may come a little early.
                 self._due = now + pause - self.interval / 2
         if self._in_a_row:
             raise StaleError(self._reason, self._last)
@@ -116,18 +118,20 @@ class _History:
         self._waited: dict[str, _Times] = defaultdict(_Times)
 
     def note(self, jobs: Iterable[QueueRow]) -> None:
-        """Compare the queue with that of the last refresh; the first one only sets the scene."""
+        """Compare the queue with that of the last refresh; the first one is only the baseline."""
         first = self._started is None
         before, now, ended = self._started or set(), set(), set()
         for job in jobs:
             # Cancelled while pending: Slurm sets its start to the time of its end.
             has_run = job.start and not (job.state in _WITHDRAWN and job.start == job.end)
             if has_run:
+                # A requeued job keeps its id, but starts at another time.
                 key = job.id, job.start
                 now.add(key)
                 if not first and key not in before and job.eligible:
                     self._waited[job.partition].add(job.start - job.eligible)
             if job.state in ENDED:
+                # squeue lists an ended job for some minutes, so several refreshes see it.
                 over = job.id, job.end
                 ended.add(over)
                 if not first and over not in self._ended_before:

@@ -67,6 +67,7 @@ class TargetServer(ThreadingHTTPServer):
             SchedulerUnavailable: Slurm gave none yet.
         """
         with self._lock:
+            # Asked under the lock: however many clients come at once, Slurm gets one request.
             if time.monotonic() >= self._due:
                 try:
                     text = targets(self._source.nodes(), self._port, only_up=self._only_up)
@@ -74,6 +75,7 @@ class TargetServer(ThreadingHTTPServer):
                 except SchedulerUnavailable:
                     if not self._body:
                         raise
+                # After a failure too: a controller in trouble is not asked more often.
                 self._due = time.monotonic() + _CACHE_SECONDS
             return self._body
 

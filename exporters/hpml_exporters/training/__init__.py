@@ -1,1 +1,1 @@
-"""What trainings say of themselves."""
+"""What trainings report about themselves."""

@@ -120,7 +120,7 @@ def _spread(job: _JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str
     if steps:
         yield metrics.RANK_STEP_SECONDS, ("fastest",), min(steps)
         yield metrics.RANK_STEP_SECONDS, ("slowest",), max(steps)
-    # Of ranks that wait alike the lowest is named, so that the series stays.
+    # Among ranks that wait equally long, name the lowest, so that the series stays the same.
     for counter, spec in (
         ("data_wait_seconds", metrics.RANK_DATA_WAIT_SECONDS),
         ("wait_seconds", metrics.RANK_WAIT_SECONDS),
@@ -201,6 +201,7 @@ class _JobTotals:
             agent: its process id.
             now: monotonic seconds.
         """
+        # Each requeue of a job brings a new agent; their number must not grow for ever.
         if agent not in self._agents and len(self._agents) >= _MAX_AGENTS:
             del self._agents[min(self._agents, key=lambda one: self._agents[one].heard)]
         known = self._agents.setdefault(agent, _Agent())
@@ -236,14 +237,17 @@ class _JobTotals:
     def _add_rank(self, rank: _Rank, figures: RankFigures, now: float) -> None:
         grown = {}
         for name, value in zip(COUNTERS, figures.totals, strict=True):
+            # A counter that falls is ignored by itself; the others of its message still count.
             grown[name] = max(0.0, value - rank.totals[name])
             self.totals[name] += grown[name]
         rank.totals = {name: rank.totals[name] + grown[name] for name in COUNTERS}
         rank.gauges, rank.heard = figures.gauges, now - figures.age
         rank.recent.append((now, rank.totals))
+        # Keep one entry from before the window, so that the difference spans all of it.
         while len(rank.recent) > 1 and rank.recent[1][0] <= now - _WINDOW_SECONDS:
             rank.recent.popleft()
         if figures.method:
+            # The name is the user's free text, and must not create series without limit.
             has_room = figures.method in self.comm or len(self.comm) < _MAX_METHODS
             method = figures.method if has_room else "other"
             self.comm[method] = self.comm.get(method, 0.0) + grown["comm_seconds"]

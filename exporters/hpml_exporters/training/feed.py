@@ -36,7 +36,7 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 class Said(NamedTuple):
-    """What came by one connection: the latest message of each part; `key` is that of `Jobs`."""
+    """The latest message of each part on one connection; `key` is the job's in `Jobs`."""
 
     key: str
     agent: int
@@ -49,7 +49,7 @@ class _Connection:
 
     Attributes:
         channel: the socket, not blocking.
-        pid: process id of the agent; 0: its messages say it.
+        pid: process id of the agent; 0: taken from its messages.
         owner: job id, or the user's number as long as the job is unknown.
         looks: samples at which the job was looked for.
     """
@@ -74,6 +74,8 @@ class _Connection:
                 is_open = False
                 break
             try:
+                # Counters are sums, so the newest message of a part says all: older ones are not
+                # decoded.
                 parts[part_of(datagram)] = datagram
             except ValueError:
                 refused["malformed"] += 1
@@ -94,7 +96,7 @@ class InheritedFeed:
         jobid: the job.
 
     Attributes:
-        refused: messages that were not taken, by reason.
+        refused: number of refused messages, by reason.
 
     Raises:
         NotHereError: it is not a socket.
@@ -104,6 +106,8 @@ class InheritedFeed:
         self.refused: Counter[str] = Counter(malformed=0)
         self._jobid = jobid
         try:
+            # Work on a copy: a collector that is created again needs the inherited descriptor,
+            # which closing this feed must leave open.
             kind = socket.socket(fileno=fd)  # only to see that it is one
             self._connection = _Connection(kind.dup())
             kind.detach()
@@ -132,7 +136,7 @@ class ListeningFeed:
         jobs: which processes belong to which job.
 
     Attributes:
-        refused: connections and messages that were not taken, by reason.
+        refused: number of refused connections and messages, by reason.
 
     Raises:
         NotHereError: this user may not make it, or another exporter listens there.
@@ -195,6 +199,8 @@ class ListeningFeed:
             os.chmod(directory, 0o755)  # noqa: S103 - whatever the umask: all users' agents come
         if _is_taken(self._path):
             raise NotHereError(f"another exporter listens at {self._path}")
+        # Bind under a temporary name and rename: an agent finds either no socket or one that
+        # already listens, with its permissions set.
         new = f"{directory}/.{SOCKET_NAME}.{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
@@ -221,6 +227,7 @@ class ListeningFeed:
             except OSError:  # nobody waits, or no descriptor is left
                 return
             channel.setblocking(False)
+            # Whose a connection is comes from the kernel: in a message anybody can claim any job.
             told = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             pid, uid, _gid = _UCRED.unpack(told)
             jobid = self._jobs.now.job_of(pid)
@@ -253,6 +260,7 @@ class ListeningFeed:
 
 
 def _is_taken(path: str) -> bool:
+    # A socket's file outlives its process: only connecting shows whether somebody listens.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
         one.setblocking(False)
         try:

@@ -154,6 +154,8 @@ def _mapping(data: object, kinds: Mapping[str, object], name: str, prefix: str) 
         if kind is None:
             hint = did_you_mean(key, kinds) or f"supported: {', '.join(kinds)}"
             raise InputError("unknown or not supported", field=prefix + key, hint=hint)
+        # Other fields may be empty. A user without a hash is refused: leaving him out could leave
+        # the server without any password.
         if kind is _BCRYPT or not (isinstance(value, str) and value in _NULL):
             values[key] = _value(value, kind, prefix + key)
     return values

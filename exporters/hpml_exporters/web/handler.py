@@ -170,6 +170,8 @@ class Handler(BaseHTTPRequestHandler):
             while True:
                 # clients may send empty lines after an earlier request
                 self._buffer = self._buffer.lstrip(b"\r\n")
+                # Refuse binary data, such as TLS on a plain port, at its first byte. Waiting for
+                # the end of the headers would hold the thread until the time-out.
                 if self._buffer and not self._buffer[:1].isalpha():
                     self.send_error(400, "not an HTTP request")
                     return None
@@ -185,6 +187,8 @@ class Handler(BaseHTTPRequestHandler):
                 data = self._within(deadline, self.request.sock.recv, room)
                 if not data:
                     return None
+                # From the first byte on one deadline holds for the whole head: a client that sends
+                # a byte now and then gains no time by it.
                 if not self._buffer:
                     deadline = time.monotonic() + limits.request_seconds
                 self._buffer += data
@@ -198,6 +202,7 @@ class Handler(BaseHTTPRequestHandler):
     def _respond(self) -> None:
         """Answer a request, if the client may read."""
         headers = self.headers
+        # Of two equal headers a proxy in front may believe the other one.
         repeated = any(len(headers.get_all(name, ())) > 1 for name in _ONCE)
         if repeated or (self.request_version == "HTTP/1.1" and "Host" not in headers):
             self.send_error(400, "the headers Host and Authorization must be there once")
@@ -233,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
             if path == "/metrics":
                 accept = ", ".join(self.headers.get_all("Accept", ()))
                 gzip = gzip_accepted(self.headers.get("Accept-Encoding", ""))
-                with self.server.turn(self.request):  # the client reads it later
+                with self.server.turn(self.request):  # rendering only: a client may read slowly
                     body, kind = self.server.pages.metrics(accept, names, gzip=gzip)
                 encoding = ("Content-Encoding: gzip",) if gzip else ()
                 return 200, body, kind, ("Vary: Accept, Accept-Encoding", *encoding)
@@ -276,6 +281,8 @@ class Handler(BaseHTTPRequestHandler):
         ]
         head = "\r\n".join(lines).encode("latin-1")
         rest = memoryview(head if self.command == "HEAD" else head + body)
+        # One deadline for the whole response, not for each chunk: a client that reads slowly would
+        # otherwise hold the thread and the body.
         deadline = time.monotonic() + self.server.limits.write_seconds
         try:
             while rest:
@@ -286,6 +293,8 @@ class Handler(BaseHTTPRequestHandler):
         self._served = True
 
     def _linger(self) -> None:
+        # Closing a socket with unread data sends a reset, which may destroy the response on its way
+        # (RFC 9112, 9.6). So end the sending, then read what the client still sends.
         deadline = time.monotonic() + _LINGER_SECONDS
         self.request.sock.shutdown(socket.SHUT_WR)  # of TLS, too
         while self._within(deadline, self.request.sock.recv, _CHUNK_BYTES):

@@ -58,7 +58,7 @@ class Passwords:
             peer: the client's address.
 
         Raises:
-            BusyError: too many passwords of this address wait already.
+            TooManyPasswordsError: too many passwords of this address wait already.
         """
         if not self._users:
             return True
@@ -66,6 +66,7 @@ class Passwords:
         if credentials is None:
             return False
         name, password = credentials
+        # The length keeps `ab` with `c` apart from `a` with `bc`.
         text = len(name).to_bytes(4, "big") + name + password
         key = hashlib.blake2b(text, key=self._secret, digest_size=32).digest()
         if key in self._right:
@@ -76,11 +77,12 @@ class Passwords:
             self._waiting[peer] += 1
         try:
             with self._place:
+                # Another thread may have checked the same password while this one waited.
                 return key in self._right or self._check(name, password, key)
         finally:
             with self._lock:
                 self._waiting[peer] -= 1
-                self._waiting += Counter()  # leaves out who waits no more
+                self._waiting += Counter()  # drops addresses that no longer wait
 
     def _check(self, name: bytes, password: bytes, key: bytes) -> bool:
         import bcrypt  # noqa: PLC0415 - only with users

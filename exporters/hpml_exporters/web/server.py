@@ -116,6 +116,7 @@ class Server(ThreadingHTTPServer):
             InputError: the address cannot be used, or the web-config file is wrong.
         """
         if self._web_config:
+            # Read passwords and certificates before listening: the port is never open without them.
             self.config = read(self._web_config)
             loaded = fingerprint(self._web_config, self.config)
             if self.config.tls:
@@ -124,6 +125,7 @@ class Server(ThreadingHTTPServer):
         self.socket = listen_on(self._listen, any_port=self._any_port)
         if self._web_config:
             threading.Thread(target=self._watch, args=(loaded,), daemon=True).start()
+        # Its poll interval is for ever: `stop` wakes it through the socket.
         threading.Thread(target=self.serve_forever, args=(_FOREVER,), daemon=True).start()
         host, port = self.socket.getsockname()[:2]
         return str(host), int(port)
@@ -153,6 +155,7 @@ class Server(ThreadingHTTPServer):
         Raises:
             ConnectionAbortedError: the client had to go meanwhile.
         """
+        # Not one long wait: a connection that was closed meanwhile must give its thread back.
         while not self._rendering.acquire(timeout=_LOOK_SECONDS):
             if client not in self._clients:
                 raise ConnectionAbortedError
@@ -222,11 +225,14 @@ class Server(ThreadingHTTPServer):
     def _drop(self, client: Client) -> None:
         self._clients.discard(client)
         self.counters.connections = len(self._clients)
+        # Shut down only; its own thread closes it, as a new connection could get the number of a
+        # descriptor that is still in use. Not by SSLSocket.shutdown, which takes the TLS object
+        # away from the thread that reads from it.
         with suppress(OSError):  # ended already
             socket.socket.shutdown(client.sock, socket.SHUT_RDWR)
 
     def _watch(self, loaded: bytes) -> None:
-        """Look now and then whether the web-config file has changed.
+        """Check now and then whether the web-config file has changed.
 
         A change has no effect while the exporter runs: a file caught half-written could open what
         was closed.
