@@ -165,6 +165,8 @@ def _query_findings(
                 yield DashboardFinding(query.dashboard, query.panel, f"nothing exports {metric}")
             used.add(name)
     used |= {histograms.get(metric, metric) for metric in alerted}
+    # A metric also counts as used if only a recording rule reads it, however many rules lie between
+    # it and a panel.
     pending = [name for name in used if name in recorded]
     while pending:
         for metric in recorded[pending.pop()]:

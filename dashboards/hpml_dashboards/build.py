@@ -38,6 +38,7 @@ def write(directory: Path, *, overwrite: bool) -> list[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     texts = {directory / f"{uid}.json": text for uid, text in build().items()}
+    # Compare all files before writing the first, so that a refusal changes nothing.
     for path, text in texts.items():
         if not overwrite and path.exists() and path.read_text("utf-8") != text:
             message = "is there already and differs from what would be written"

@@ -11,6 +11,8 @@ _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_res
 
 
 def _slurm(metric: str, **labels: str) -> str:
+    # The Slurm exporter itself sets no label `cluster`; it is there only if Prometheus adds it. The
+    # empty alternative matches series without it.
     return select(f"hpml_slurm_{metric}", cluster="~$cluster|", **labels)
 
 
@@ -25,6 +27,8 @@ def _wait(share: float, by: str = "le") -> str:
     """
     waits = _slurm("job_wait_seconds_bucket")
     of = (f"rate({waits}[30m])", waits)
+    # A quantile of no observations is NaN, which is a value: without the comparison `or` would
+    # never reach the second operand.
     waited = (f"histogram_quantile({share}, sum by ({by}) ({one})) >= 0" for one in of)  # not NaN
     return " or ".join(waited)
 
@@ -32,6 +36,7 @@ def _wait(share: float, by: str = "le") -> str:
 _NODES = _slurm("nodes")
 _PENDING = or_zero(_sum("jobs", state="pending"), _NODES)
 _RUNNING = or_zero(_sum("jobs", state="~running|completing"), _NODES)
+# Sums that Prometheus records: what this dashboard costs must not grow with the nodes.
 _GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
 _ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
@@ -131,6 +136,8 @@ _CONTENT: list[Panel | str] = [
         "finding",
         {
             "Jobs": f"count by (finding) ({_HELD})",
+            # A job may have several findings. `* 0 +` puts the number of its GPUs in the place of
+            # each finding's own figure.
             "GPUs": "sum by (finding) "
             f"({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
         },
@@ -222,6 +229,7 @@ _CONTENT: list[Panel | str] = [
         "Reservations",
         "reservation",
         {
+            # Grafana takes times in milliseconds, Prometheus has seconds.
             "Nodes": _sum("reservation_nodes", "reservation"),
             "Begins": "1000 * max by (reservation) "
             f"({_slurm('reservation_start_timestamp_seconds')})",

@@ -10,6 +10,7 @@ _NODES = 'hpml_node_info{cluster="$cluster"}'
 
 
 def _of(series: str) -> str:
+    # Series of exporters have no label `node`. The join adds it, and leaves out other clusters.
     return f"({series}) * on (instance, job) group_left (node) {_NODES}"
 
 
@@ -52,6 +53,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Last reading",
         "age",
+        # A collector that finds nothing to read here is not late.
         f"max({_of(f'time() - {_LAST} and hpml_exporter_collector_present == 1')})",
     ),
     figure(

@@ -26,6 +26,8 @@ def _this(metric: str, **labels: str) -> str:
 
 def _once(metric: str, **labels: str) -> str:
     """Return series of the job's exporters with their node; where two show the job, of one."""
+    # On a node two exporters may show the job, the node's and its own. The rule names one of them;
+    # without this join every sum would be double.
     return f"{_this(metric, **labels)} * {_ON_NODE} hpml:job_exporter{_JOB}"
 
 
@@ -50,10 +52,13 @@ def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
 
 
 def _ever(series: str, by: str) -> str:
+    # Some labels become known only after a job has begun, which makes a second series of it. Take
+    # the one that lasted longest: the head of the page is a single row.
     return f"topk by (jobid) (1, sum by (jobid, {by}) (count_over_time({series}{_JOB}[$__range])))"
 
 
 def _last(series: str) -> str:
+    # A job that has ended has no series now, but still has figures in the time range.
     return f"last_over_time({series}{_JOB}[$__range])"
 
 
@@ -67,6 +72,7 @@ _XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
 _UNBOUND = _once("hpml_rank_binding_wrong_ranks")
 _FAULTS = (
     f"sum({_once('hpml_job_oom_events_total')})",
+    # A GPU's last XID error may be older than the job.
     f"count({_XID} > on () group_left () min(hpml_job_start_timestamp_seconds{_JOB}))",
     f"sum({_UNBOUND})",
 )
@@ -77,6 +83,7 @@ _HOLDBACK = f"hpml:job_holdback:ratio{_JOB}"
 
 
 def _whose(finding: str, info: str, waits: str) -> str:
+    # Some rank always waits longest. It is named only if the wait was a finding in this range.
     rank = (
         f"{_once(info)} * on (cluster, jobid, instance, job) group_left () {waits}"
         f" and on () count_over_time({_this('hpml:job_holdback:ratio', finding=finding)}[$__range])"
@@ -86,6 +93,8 @@ def _whose(finding: str, info: str, waits: str) -> str:
 
 _READER = _this("hpml_train_rank_data_wait_seconds", which="longest")
 _SLOWEST = _this("hpml_train_rank_wait_seconds", which="shortest")
+# A slow reader waits longest for its data. A slow rank waits least before gradients are averaged,
+# since all others wait for it.
 _RANK = (
     f"topk(1, {_whose('waits-for-data', 'hpml_train_longest_data_wait_info', _READER)}) or "
     f"bottomk(1, {_whose('slow-rank', 'hpml_train_shortest_wait_info', _SLOWEST)})"
@@ -215,6 +224,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "CPU",
         "share",
+        # Only nodes whose CPUs are known: others would be in the numerator alone.
         f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
         none="no cgroup",
@@ -223,6 +233,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Time limit",
         "full",
+        # The time of the last sample, not time(): an ended job uses up no more of its limit.
         f"max(timestamp(hpml_job_end_timestamp_seconds{_JOB}) - {_BEGAN}) "
         f"/ max(hpml_job_end_timestamp_seconds{_JOB} - {_BEGAN})",
         calc="lastNotNull",
@@ -230,6 +241,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Faults",
         "faults",
+        # In PromQL a sum with an absent term is absent: each term is 0 once the job is known.
         " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
         calc="max",
     ),
@@ -400,7 +412,7 @@ def job() -> Dashboard:
         _ABOUT,
         [
             variable("jobid", "Job", jobs, newest=True),
-            # What the links to other dashboards carry.
+            # Hidden: links carry them to the other dashboards.
             variable("user", "", f"label_values(hpml:job_info{_JOB}, user)"),
             variable("sweep", "", f"label_values(hpml:run_info{_JOB}, sweep)"),
             variable("node", "", f"label_values(hpml:job_exporter{_JOB}, node)"),

@@ -21,6 +21,8 @@ _GPU = "GPU {{index}}"
 
 
 def _own(metric: str, **labels: str) -> str:
+    # By instance, not by node: a job's own exporter on this node shows some of the same figures,
+    # which would count twice.
     return select(metric, instance="$instance", **labels)
 
 
@@ -145,6 +147,7 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "index name mig",
         {
+            # The uuid is not shown, but makes one row of all the columns of a GPU.
             "-": f"max by (uuid, index, name, mig) ({_own('hpml_gpu_info')})",
             "Core": _gpu("hpml_gpu_temperature_celsius"),
             "HBM": _gpu("hpml_gpu_memory_temperature_celsius"),
@@ -250,6 +253,7 @@ _CONTENT: list[Panel | str] = [
             "zombies": f"max({_own('hpml_node_zombies')})",
             "read-only": f"sum({_own('hpml_filesystem_read_only')})",
             "memory errors": f"sum({_own('hpml_node_memory_errors_total', error='uncorrected')})",
+            # The kernel's estimate is never 0; up to a second it is no fault.
             "clock off (s)": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
             f"or 0 * {_own('hpml_node_clock_error_seconds')})",
         },

@@ -129,6 +129,8 @@ def select(metric: str, **labels: str) -> str:
 
 def each(series: str, label: str = "node") -> str:
     """Return series as they are if there are few, else their spread, named in a label."""
+    # Prometheus decides at each look, so the same dashboard serves a job with one GPU and one with
+    # a thousand.
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
     spread = (
         f'label_replace({value}, "{label}", "{name}", "", "") '
@@ -144,6 +146,7 @@ def each(series: str, label: str = "node") -> str:
 
 def or_zero(value: str, subject: str) -> str:
     """Return a value, or 0 if it has no series although the subject has some."""
+    # Not `or vector(0)`: a job or cluster that nobody watches must show -, not a healthy 0.
     return f"({value} or 0 * max({subject}))"
 
 
@@ -274,6 +277,8 @@ def listing(
         "renameByName": {field: name for field, (name, _) in shown.items()},
     }
     for identity, options in {
+        # Grafana merges values into one row only if all of their labels are equal, so queries of a
+        # table aggregate by the same labels. Then only the shown fields are kept, and named.
         "merge": {},
         "filterFieldsByName": {"include": {"names": list(shown)}},
         "organize": organized,
@@ -355,6 +360,7 @@ def build_dashboard(
         else:
             panel = piece.build()
             panel.id_val = number
+            # A panel without a text fails here: none is published without saying what is good.
             panel.description = described[panel.title or ""]
             built = built.with_panel(piece)
     return built.build()
@@ -387,6 +393,7 @@ def _panel(
         panel = panel.decimals(decimals)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
+        # A figure of now asks for one point, not for a whole time range of them.
         query = query.instant() if now else query.range()
         query = query.format(PromQueryFormat.TABLE) if rows else query.legend_format(legend)
         panel = panel.with_target(query)

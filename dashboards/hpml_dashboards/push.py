@@ -104,10 +104,10 @@ def read_token(path: str) -> str:
 def push(options: Push) -> Iterator[PushOutcome]:
     """Push everything, and yield each object's result as soon as it is known.
 
-    One thing that fails keeps no other from being pushed, except the folder.
+    A failure does not stop the other objects, except a failure of the folder.
 
     Raises:
-        InputError: the address is none.
+        InputError: the address is not valid.
         HpmlError: Grafana is not at this address, or it refuses the token or the folder.
     """
     grafana = _Grafana(options)
@@ -164,6 +164,7 @@ def _alert_rule(rule: Json, group: str, folder: str, datasource: str) -> Json:
             }
             for ref, uid, model in (("A", datasource, query), ("C", "__expr__", threshold))
         ],
+        # A rule without series means that all is well; by default Grafana would alert.
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
@@ -175,7 +176,7 @@ def _alert_rule(rule: Json, group: str, folder: str, datasource: str) -> Json:
 
 
 class _Grafana:
-    """A Grafana, and what is wanted of it."""
+    """A Grafana, and the objects to push to it."""
 
     def __init__(self, options: Push) -> None:
         parts = web_address(options.url)
@@ -197,6 +198,8 @@ class _Grafana:
 
     def check(self) -> None:
         """Refuse to start if no Grafana answers, or if it refuses this token."""
+        # /health answers without a token, so only the second request shows whether ours is
+        # accepted.
         health = self._ask(self._api.client.GET, "/health")
         if not isinstance(health, dict) or "database" not in health:
             raise HpmlError(f"{self._url} is not Grafana: /api/health gave {str(health)[:60]!r}")
@@ -210,6 +213,7 @@ class _Grafana:
             if folder["title"] == title:
                 self._folder, self._there = folder["uid"], True
                 return PushOutcome("unchanged", "folder", title)
+        # The usual uid belongs to a folder with another title: leave that one alone.
         if any(folder["uid"] == _FOLDER for folder in folders):
             self._folder = f"hpml-{hashlib.sha256(title.encode()).hexdigest()[:12]}"
         if not self._options.dry_run:
@@ -256,6 +260,7 @@ class _Grafana:
             found = self._find(self._api.dashboard.get_dashboard, uid)
             current = found and found["dashboard"]
             last = self._last_message(uid) if found else ""
+            # By the digest in the history, as the saved dashboard has fields that Grafana added.
             if last == message:
                 return PushOutcome("unchanged", "dashboard", title)
             if found and found["meta"].get("provisioned"):
@@ -267,8 +272,11 @@ class _Grafana:
                 self._api.dashboard.update_dashboard(
                     {
                         "dashboard": {**wanted, "id": None, "version": version},
+                        # A dashboard that a person has moved stays where it is.
                         "folderUid": found["meta"]["folderUid"] if found else self._folder,
                         "message": message,
+                        # With the version above, Grafana refuses if somebody has saved since it was
+                        # read.
                         "overwrite": False,
                     }
                 )
@@ -292,6 +300,8 @@ class _Grafana:
         name = wanted["title"]
         get = provisioning.get_rule_group
         current = self._find(get, self._folder, name) if self._there else None
+        # Rules pushed through the API carry that provenance, and Grafana's editor locks them. Any
+        # other rule was made by a person.
         rules = current["rules"] if current else []
         theirs = (
             "" if all(rule.get("provenance") == "api" for rule in rules) else "a person made it"
@@ -391,6 +401,7 @@ def _reason(error: BaseException) -> str:
 
 def _of_interest(current: object, wanted: object) -> object:
     if isinstance(current, dict) and isinstance(wanted, dict):
+        # Grafana adds fields of its own: compare only those that we set.
         shared = current.keys() & wanted.keys()
         return {key: _of_interest(current[key], wanted[key]) for key in shared}
     if isinstance(current, list) and isinstance(wanted, list) and len(current) == len(wanted):

@@ -1,7 +1,7 @@
 """The viewer's web server: the page, the dashboards, and the query endpoints of one Prometheus.
 
-Only who has the token of the address sees anything. The server listens on this machine alone,
-answers GET, and passes on nothing but queries with a bounded number of points.
+Only a browser with the token from the address sees anything. The server listens on this machine
+only, answers GET, and passes on only queries with a bounded number of points.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PrometheusServer:
         self._opener = opener_for(self.url)
 
     def has_metrics(self) -> bool:
-        """Ask whether it scrapes an exporter of hpml.
+        """Return whether it scrapes an exporter of hpml.
 
         Raises:
             PrometheusServerError: it does not answer, or what answers is no Prometheus.
@@ -105,6 +105,7 @@ class PrometheusServer:
         query = urllib.parse.urlencode(parameters, doseq=True)
         request = urllib.request.Request(f"{self.url}/api/v1/{endpoint}?{query}")  # noqa: S310 - http or https, see __init__
         if self._authorization:
+            # Not sent again after a redirect, which may lead to another host.
             request.add_unredirected_header("Authorization", self._authorization)
         try:
             with self._opener.open(request, timeout=seconds) as answer:
@@ -158,6 +159,7 @@ def _check_points(parameters: Mapping[str, list[str]]) -> None:
         raise PrometheusServerError(message, HTTPStatus.BAD_REQUEST)
 
 
+# The viewer's bundle is 2.3 MB: unpacked it takes a second through a slow tunnel.
 @functools.lru_cache(maxsize=16)
 def _packed(body: bytes) -> bytes:
     return gzip.compress(body, mtime=0)
@@ -172,11 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _CLIENT_SECONDS
 
     def do_GET(self) -> None:
-        """Answer by path; who comes without token or cookie learns nothing."""
+        """Answer by path; without token or cookie a client learns nothing."""
         url = urllib.parse.urlsplit(self.path)
         parameters = urllib.parse.parse_qs(url.query)
         if urllib.parse.urlsplit(f"//{self.headers['Host']}").hostname not in LOCAL_NAMES:
-            # a page that rebound its name to this machine
+            # DNS rebinding: a foreign page may resolve its own name to this machine, and would then
+            # count as the same origin. Its name is in the header all the same.
             self._refuse(HTTPStatus.FORBIDDEN, "this address is for 127.0.0.1 and localhost only")
         elif self._is_token(parameters.pop("token", [""])[0]):
             self._welcome(url.path, urllib.parse.urlencode(parameters, doseq=True))
@@ -207,6 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         not bring a cookie of `SameSite=Strict`.
         """
         cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+        # Exactly one slash: `//host/` would be the address of another site.
         location = f"/{path.lstrip('/')}" + (f"?{query}" if query else "")
         more = {"Set-Cookie": cookie, "Refresh": f"0; url={location}"}
         self._send(HTTPStatus.OK, b'<link rel="icon" href="data:,">', "text/html", more)
@@ -223,6 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             if endpoint == "query_range":
                 _check_points(passed)
             if endpoint.startswith("query"):
+                # So that Prometheus drops a query whose answer nobody waits for any more.
                 passed["timeout"] = [f"{_QUERY_SECONDS}s"]
             status, body = self.server.prometheus.get(endpoint, passed)
             self._send(status, body, "application/json")
@@ -282,6 +287,7 @@ class ViewerServer(ThreadingHTTPServer):
             raise InputError(f"{error.strerror}", field="--listen", value=port) from None
         self.prometheus = prometheus
         self.token = secrets.token_urlsafe(24)
+        # Browsers keep cookies by host, not by port: two viewers need two names.
         self.cookie = f"hpml-{self.server_port}"
         self._files = {f"/viewer/{path.name}": path for path in VIEWER.iterdir()}
         self._dashboards = {

@@ -19,7 +19,9 @@ from hpml_dashboards.panels import (
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
 _SEEN = f"last_over_time({_MINE}[$__range])"
 _OTHERS = '{cluster=~"$cluster|"}'
-_SHOWN = (  # with --users; of anybody, as the queue may be empty
+# Whether the Slurm exporter shows users (--users). A user without jobs has no series, so ask for
+# anybody's, and for fair shares in case the queue is empty.
+_SHOWN = (
     f"last_over_time(hpml_slurm_user_jobs{_OTHERS}[$__range]) "
     f"or hpml_slurm_user_fairshare_ratio{_OTHERS}"
 )
