@@ -94,6 +94,7 @@ class Training:
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         gradient = parameters_to_vector(gradients)
         if method == "ps":  # get all gradients of the own part, and send the result
+            # Parts have to be equally long for the exchange; the padding is cut off again below.
             padded = nn.functional.pad(gradient, (0, len(mine) * wire.ranks - len(gradient)))
             mine.grad = wire.exchange(padded).reshape(wire.ranks, -1).mean(0)
         else:
@@ -122,6 +123,8 @@ class Training:
         """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
         if self.checkpoints is None:
             return
+        # An all-reduce under way writes into its tensor: it must end before that is saved. The
+        # gradients are still applied as late as without the save.
         for _, work in self.memory.queue:
             self.wire.wait(work)
         own = {
@@ -203,6 +206,8 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                 with record_function("hpml.data"):
                     batch = data.batch_of(training.steps)
                 loss = training.step(*batch)
+                # A GPU still computes when the step returns: without this the next step would pay
+                # for it.
                 synchronize()
             tracer.step()
             took = time.perf_counter() - began
@@ -257,6 +262,7 @@ def main() -> None:
             channel.result(**figures)
             if chosen.output:
                 chosen.output.mkdir(parents=True, exist_ok=True)
+                # Renamed when complete: no reader finds half of a result.
                 aside = chosen.output / ".result.json.new"
                 aside.write_text(json.dumps(figures, indent=2) + "\n")
                 aside.replace(chosen.output / "result.json")

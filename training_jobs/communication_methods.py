@@ -80,6 +80,7 @@ class Wire:
     def _timed(self, call: Callable[[], T], *, wait: bool = True) -> T | None:
         if not dist.is_initialized():  # alone
             return None
+        # What the GPU still computes is not communication.
         if wait:
             synchronize()
         began = time.perf_counter()
@@ -124,9 +125,12 @@ def half(kind: torch.dtype) -> Method:
 def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Send 8 bits of each number; what rounding takes away is added to the next gradient."""
     wanted = gradient + memory.tensors.get("error", 0)
+    # Never 0, or a gradient of zeros would become NaN.
     scale = (wanted.abs().max() / 127).clamp_min(1e-12).reshape(1)
     rounded = (wanted / scale).round().to(torch.int8)
     memory.tensors["error"] = wanted - rounded.float() * scale
+    # Not an all-reduce: numbers with different scales cannot be added, and sums do not fit into 8
+    # bits.
     scales, numbers = wire.all_gather(scale), wire.all_gather(rounded)
     return (numbers.reshape(wire.ranks, -1).float() * scales[:, None]).mean(0)
 
@@ -136,7 +140,11 @@ def topk(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     wanted = gradient + memory.tensors.get("error", 0)
     places = wanted.abs().topk(max(1, int(TOP * len(wanted)))).indices
     sent = wanted[places]
+    # Error feedback: a small entry adds up here until it is large enough to be sent. If it were
+    # dropped, its parameter would never be trained.
     memory.tensors["error"] = wanted.index_fill(0, places, 0.0)
+    # Each rank has other places, so nothing can be added on the way. 32 bits for a place halve what
+    # it costs.
     all_places, all_sent = wire.all_gather(places.int()), wire.all_gather(sent)
     total = torch.zeros_like(gradient).index_add_(0, all_places.long(), all_sent)
     return total / wire.ranks
@@ -155,6 +163,8 @@ def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
             random = torch.Generator().manual_seed(number)  # the same on all ranks
             first = torch.randn(shape[1], RANK_OF_FACTORS, generator=random).to(part.device)
             left = allreduce(matrix @ memory.tensors.get(key, first), wire, memory)
+            # Averaged before it is made orthonormal: so all ranks project on the same basis, and
+            # the second factor may be averaged too.
             left = torch.linalg.qr(left).Q
             memory.tensors[key] = allreduce(matrix.T @ left, wire, memory)
             average = (left @ memory.tensors[key].T).reshape(-1)
@@ -169,6 +179,7 @@ def stale(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
     It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
     """
+    # From here on the all-reduce writes into this tensor, until `wait` returns.
     memory.queue.append((gradient, wire.all_reduce(gradient, wait=False)))
     if len(memory.queue) <= STALENESS:
         return torch.zeros_like(gradient)

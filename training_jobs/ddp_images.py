@@ -122,6 +122,7 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
         run.model.require_backward_grad_sync = number == len(batches)  # average once, at the end
         with run.autocast():
             loss = nn.functional.cross_entropy(run.model(some), targets)
+        # The last part may be smaller: weighted, the parts add up to the mean of the whole batch.
         loss = loss * (len(targets) / len(labels))
         run.scaler.scale(loss).backward()
         total += loss.detach()

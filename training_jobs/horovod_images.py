@@ -153,6 +153,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         variables["HOROVOD_FUSION_THRESHOLD"] = str(round(options.fusion_threshold_mb * 2**20))
     if options.cycle_time_ms is not None:
         variables["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
+    # Without it Horovod only warns, and the ranks wait for a dead one until the time limit.
     variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.timeout_seconds)
     channel = Channel.from_env()
     channel.event("rendezvous")

@@ -177,6 +177,8 @@ class Channel:
         data, self._news = {**self._totals, **self._gauges}, False
         with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
             ran, waited, _ = map(int, counted.read().split())
+            # A rank may wait for a CPU that its own loaders use. They are counted too, or a report
+            # would blame other users' processes.
             data["cpu_wait_seconds_total"] = waited / 1e9
             data["cpu_seconds_total"] = used = _cpu_seconds(os.getpid())
             data["helper_cpu_seconds_total"] = max(0.0, used - ran / 1e9)
@@ -240,6 +242,7 @@ def _amount(value: Any) -> float | None:
 
 def _write_stacks_on_signal() -> dict[str, int]:
     try:
+        # A file in memory: the agent reads it through /proc even if this process hangs.
         number, fd = signal.SIGRTMAX - 3, os.memfd_create("hpml-stacks")
         faulthandler.register(number, file=fd, all_threads=True)
     except (OSError, AttributeError, RuntimeError, ValueError):  # another system, a full table

@@ -70,6 +70,7 @@ class StopAgreement:
 
     def exchange(self, wish: int) -> int:
         """Take this rank's wish (1: stop); return the highest of all ranks, 0 until it is known."""
+        # A wish between two exchanges must not get lost.
         self._wish, self._calls = max(self._wish, wish), self._calls + 1
         return self._agree(2 * self._every) if self._calls >= self._every else 0
 
@@ -80,7 +81,8 @@ class StopAgreement:
     def _agree(self, most: int) -> int:
         took = (time.perf_counter() - self._began) / max(1, self._calls)
         wish, seconds = self._ranks.highest(self._wish, took)
-        # All ranks know the slowest one's call, so they count the same number of calls.
+        # All ranks know the slowest one's call, so they count the same number of calls: few, or
+        # steps that become slow would keep a stop waiting.
         self._every = max(1, min(most, MOST_CALLS, round(EVERY_SECONDS / max(seconds, 1e-6))))
         self._wish, self._calls, self._began = 0, 0, time.perf_counter()
         return int(wish)
@@ -117,6 +119,7 @@ class Checkpoints:
         """
         began, path = time.perf_counter(), self._home / f"step-{step:08d}"
         aside, files = self._home / f".{path.name}.unfinished", {}
+        # What a killed save left behind would fill the disk.
         self._clean_up()
         content = {"state": state, "random": self.ranks.gather(_random_states())}
         if sharded is not None:
@@ -133,6 +136,7 @@ class Checkpoints:
         """Return what `latest` returns, and restore the random states of this rank."""
         if (found := self.latest(sharded)) is None:
             return None
+        # Random states belong to ranks: with another number of ranks they fit nobody.
         if len(found.random) == self.ranks.world_size:
             _restore(*found.random[self.ranks.rank])
         if self.channel is not None:
@@ -188,10 +192,13 @@ class Checkpoints:
             return 0
         aside.mkdir(parents=True, exist_ok=True)
         torch.save(content, aside / STATE)
-        torch.load(aside / STATE, map_location="cpu", weights_only=True, mmap=True)  # can it be?
+        # What cannot be loaded must fail now, not at the resume.
+        torch.load(aside / STATE, map_location="cpu", weights_only=True, mmap=True)
         files[STATE] = _facts(aside / STATE)
         manifest = {"format": FORMAT, "job": self.job, "files": files}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        # Files before the name, and the name before anything old goes: whenever the node dies, what
+        # is named step-* is complete, and one such checkpoint is there.
         for name in (*files, MANIFEST, *{os.path.dirname(name) for name in files}):
             _sync(aside / name)
         if path.exists():  # damaged: else the training would have begun there
@@ -200,6 +207,7 @@ class Checkpoints:
         _sync(self._home)
         listed, number = self._list(), int(path.name[5:])  # those of later steps are damaged, too
         for old in {*listed} - {*[one for one in listed if one[0] <= number][: self.keep]}:
+            # Deleting takes time: interrupted, it must not leave half a checkpoint under its name.
             old[1].rename(self._home / f".{old[1].name}.old")
         self._clean_up()
         return sum(size for size, _ in files.values())

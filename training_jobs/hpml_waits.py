@@ -86,6 +86,8 @@ class Waits:
         self._steps, self._count, self._due, self._began = 0, 0, FIRST, 0.0
         # Between measured steps are as many others as the slowest rank wants, more or less: else
         # something that happens every 100 steps could happen in each measured one, or in none.
+        # Seeded alike on all ranks: they must measure the same steps, since a rank that measures
+        # waits for the others to meet it.
         self._wanted, self._random, self._jitter = float(LEAST), random.Random(1), 1.0
         self._latency = self._spent = 0.0  # of a measured step
         self._durations: deque[float] = deque(maxlen=99)  # of steps that were not measured
@@ -137,6 +139,7 @@ class Waits:
 
     def average(self, hook: Hook, state: object, bucket: GradBucket) -> Averaged:
         """Average a bucket of gradients; measured, if this step is."""
+        # DDP has no hook for a step; its first bucket is the sign of one.
         if bucket.index() == 0:
             self.step()
         if not self.is_measured:
@@ -144,6 +147,7 @@ class Waits:
         self.meet()
         with self.timed("comm_seconds"):
             future = hook(state, bucket)
+            # Here, not in DDP later: the time is to be that of the transfer, not of its start.
             future.wait()
         return future
 
@@ -151,6 +155,7 @@ class Waits:
         """Meet the other ranks, and agree when to do so again; return the seconds of waiting."""
         self._synchronize()
         began = time.perf_counter()
+        # Negated, as the ranks exchange maxima only: the highest of these is the least wait.
         said = [self._wanted, -(self._waited or 0.0)]
         wanted, least = self._highest(torch.tensor(said, device=self._device)).tolist()
         self._least = -least
@@ -163,7 +168,8 @@ class Waits:
         return value
 
     def _measure_next_after(self, steps: float) -> None:
-        # Soon after the beginning, so that short trainings have something, too.
+        # Sooner at first: otherwise ten of 256 short steps were measured, and the waits of equal
+        # ranks differed by a third, so that reports named one of them as slow.
         soon = self._steps / PART if self._count < ENOUGH else float(self._steps)
         gap = min(steps, soon) * self._jitter
         self._due = self._steps + max(1, round(gap))

@@ -115,6 +115,8 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
         raise JobError(f"--data {data}: {error.strerror}") from error
     for folder in folders:
         names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
+        # By a digest of its name an image stays for testing wherever the data lie, and neighbouring
+        # names, which are often alike, are spread over both sets.
         digests = [hashlib.sha256(os.fsencode(f"{folder.name}/{name}")).digest() for name in names]
         files = [(str(folder / name), len(classes)) for _, name in sorted(zip(digests, names))]  # noqa: B905 - Python 3.9
         if len(files) > 1:  # one to train with and one to test with
@@ -155,6 +157,9 @@ class ImageData:
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=device.type == "cuda",
+            # A loader draws a seed for its workers in each epoch. With the global generator that
+            # would move the random numbers of dropout, and a resumed run would differ from an
+            # uninterrupted one.
             generator=torch.Generator().manual_seed(options.seed),
         )
         try:
@@ -163,6 +168,8 @@ class ImageData:
             if len(train) < ranks.world_size:
                 few = f"{len(train)} images for {ranks.world_size} ranks"
                 raise JobError(f"--data {options.data}: {few}")
+            # In each batch of a test the ranks meet (see `is_stopped` in ddp_images.py): a rank
+            # with a batch less would leave the others waiting.
             padding = [(train[0][0], -1)] * (-len(test) % ranks.world_size)
             images = Images([*train, *test, *padding])
             self.channels = len(images.mode)
@@ -184,6 +191,7 @@ class ImageData:
         """Return images and labels from a step, counted over all epochs, to its epoch's end."""
         epoch, done = divmod(step, self.train_steps)
         order = order_of(epoch, self.train_images, self._seed, self._ranks)
+        # In place: this list is the loader's sampler, whose workers stay from epoch to epoch.
         self._order[:] = order[done * self._batch_size :]
         return self._batches(self._train)
 
@@ -208,6 +216,7 @@ def order_of(epoch: int, images: int, seed: int, ranks: Ranks) -> list[int]:
     Ranks take turns; the few images that do not go round are left out of this epoch, so that all
     ranks have the same number of steps.
     """
+    # Not `seed + epoch`: epoch 2 of seed 1 must not have the order of epoch 1 of seed 2.
     random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: list[int] = torch.randperm(images, generator=random).tolist()
     return order[ranks.rank : images - images % ranks.world_size : ranks.world_size]
@@ -220,5 +229,6 @@ def checkpoints_of(
     if options.checkpoint is None:
         return None
     job = {name: getattr(options, name) for name in SAME}
+    # The position in an epoch depends on both: with others images would repeat or be left out.
     job.update(world_size=ranks.world_size, train_images=data.train_images)
     return Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)

@@ -19,7 +19,7 @@ def normalization(channels: int) -> nn.Module:
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """Return a layer."""
+    """Return a convolution with its normalization and activation."""
     return [nn.Conv2d(inputs, outputs, 3, stride, 1), normalization(outputs), nn.ReLU()]
 
 
@@ -31,19 +31,20 @@ def cnn(channels: int, classes: int, width: int, dropout: float) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions, to whose result the input is added."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         layers = [*convolution(inputs, outputs, stride), *convolution(outputs, outputs)[:-1]]
-        nn.init.zeros_(layers[-1].get_parameter("weight"))  # begin as the identity
+        # Begin as the identity: at its usual width the network did not learn otherwise.
+        nn.init.zeros_(layers[-1].get_parameter("weight"))
         self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
         if stride > 1 or inputs != outputs:
             self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
             self.shortcut.append(normalization(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the sum of both ways."""
+        """Return the sum of both paths."""
         return nn.functional.relu(self.inner(images) + self.shortcut(images))
 
 
@@ -73,13 +74,15 @@ def make_model(options: Namespace, channels: int, classes: int, device: torch.de
 
 
 def make_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimizer:
-    """Return what changes the weights: SGD with Nesterov's momentum."""
+    """Return the optimizer: SGD with Nesterov momentum."""
     parameters = model.parameters()
     return torch.optim.SGD(parameters, options.lr, 0.9, weight_decay=1e-4, nesterov=True)
 
 
 def learning_rate(step: int, epoch_steps: int, world_size: int, options: Namespace) -> float:
     """Return the rate of a step: from that of one rank to that of all, then a cosine to 0."""
+    # The global batch grows with the ranks, and the rate with it; at first that would diverge, so
+    # the warm-up begins with the rate of a single rank (Goyal et al. 2017).
     warm_up, total = options.lr_warmup_epochs * epoch_steps, options.epochs * epoch_steps
     if step < warm_up:
         return float(options.lr * (1 + (world_size - 1) * step / warm_up))
@@ -106,7 +109,7 @@ def choose_device(options: Namespace) -> torch.device:
 def precision_of(
     options: Namespace, device: torch.device
 ) -> tuple[Callable[[], torch.autocast], torch.amp.GradScaler]:
-    """Return what begins mixed precision, and the scaler that fp16's gradients need."""
+    """Return the autocast context and the gradient scaler (fp16 only)."""
     half = torch.float16 if options.amp == "fp16" else torch.bfloat16
     autocast = partial(torch.autocast, device.type, half, enabled=options.amp != "off")
     return autocast, torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")

@@ -108,6 +108,8 @@ def distribute(gpt: GPT, options: Namespace, device: torch.device, channel: Chan
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtypes = (torch.bfloat16, torch.float32) if options.amp == "bf16" else ()
     precision = MixedPrecisionPolicy(*dtypes)  # of weights, and of sums of gradients
+    # Blocks before the whole: FSDP then gathers and frees one block at a time. Sharded as one unit,
+    # the model would be gathered as a whole, and memory be saved only between steps.
     for part in (*gpt.blocks, gpt):
         fully_shard(part, mesh=mesh, mp_policy=precision)
     return gpt
@@ -222,6 +224,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=options.steps)
     agreement = StopAgreement(ranks)
+    # Ask at once: a request that came while the job started must not cost a step.
     stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
     with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while True:
@@ -290,6 +293,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     if ranks.rank == 0:
         channel.result(**result)
     if ranks.rank == 0 and options.output is not None:
+        # Renamed when complete: no reader finds half of a result.
         aside = options.output / ".result.json.new"
         aside.write_text(json.dumps({**result, "evaluations": evaluations}, indent=1))
         aside.replace(options.output / "result.json")

@@ -66,6 +66,7 @@ class GPT(nn.Module):
             places = torch.arange(windows.shape[1] - 1, device=windows.device)
             x = self.byte_embedding(windows[:, :-1]) + self.place_embedding(places)
             for block in self.blocks:
+                # Only a backward pass needs activations again.
                 is_recomputed = self.recompute and self.training
                 x = checkpoint(block, x, use_reentrant=False) if is_recomputed else block(x)
             scores = self.head(self.norm(x)).float().transpose(1, 2)

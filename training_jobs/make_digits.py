@@ -46,6 +46,7 @@ def write_digits(target: Path) -> bool:
         ) from None
     digits = load_digits()
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory, since a rename is atomic within one file system only.
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         for digit in range(CLASSES):

@@ -54,6 +54,7 @@ def make_trees(
     """
     points, labels = np.empty((count, POINTS, 3), np.float32), np.arange(count) % len(SPECIES)
     for first in range(0, count, CHUNK):
+        # A generator for each chunk: the first trees are the same, however many follow.
         random = np.random.default_rng((seed, first))
         species = np.arange(first, first + CHUNK) % len(SPECIES)
         trees = _scan(_grow(species, random), noise, random)
@@ -123,6 +124,8 @@ def _scan(points: Floats, noise: float, random: np.random.Generator) -> Floats:
     across, up = (np.floor(angle / CELL).astype(int) % BEAMS for angle in angles)
     beam = (np.arange(trees)[:, None] * BEAMS + across) * BEAMS + up
     nearest = np.full(trees * BEAMS * BEAMS, np.inf)
+    # Not `nearest[beam] = …`: of several points in one beam that would keep the last, not the
+    # nearest.
     np.minimum.at(nearest, beam.ravel(), distance.ravel())
     # A beam is wider than a leaf: it also hits what is a little behind the first one.
     is_seen = distance < nearest[beam] + 0.04 * height[:, None]

@@ -77,11 +77,13 @@ def _start(rank: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         "WORLD_SIZE": str(options.ranks),
         "MASTER_ADDR": f"{NETWORK}1",
         "MASTER_PORT": "29500",
+        # The host name leads to an address outside of the namespace.
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "timeout:1 attempts:1",  # no name server is in reach
         "SHAPED_MBIT": f"{options.mbit:g}",
     }
+    # Gloo binds to eth0 as soon as the script starts; until the cable is there, the rank waits.
     wait = 'read -r _; exec "$@" </dev/null'
     process = subprocess.Popen(
         ["unshare", "--net", "--", "sh", "-c", wait, "sh", sys.executable, *options.command],

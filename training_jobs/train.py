@@ -45,6 +45,8 @@ def main() -> None:
     """Train from the newest checkpoint to the last step, or until hpml asks to stop."""
     options = parser.parse_args()
     channel = Channel.from_env()
+    # Before init_process_group, which waits for all ranks: if one is missing, hpml knows where the
+    # others are.
     channel.event("rendezvous")
     use_gpu = torch.cuda.is_available()
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -92,6 +94,7 @@ def main() -> None:
         )
         # Ranks hear of a stop at different moments: they agree on the step after which all stop.
         stop = bool(agreement.exchange(channel.stop_requested()))
+        # After a stop the save below follows at once.
         if step % options.save_every == 0 and not stop:
             save()
         if rank == 0 and step % 100 == 0:

@@ -117,6 +117,7 @@ def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
     loss = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
     loss = loss * (run.ranks.world_size / count)  # DDP divides by the world size
     loss.backward()
+    # After backward, in which DDP has averaged: all ranks clip the same gradient.
     nn.utils.clip_grad_norm_(run.model.parameters(), run.options.clip)
     run.optimizer.step()
     run.optimizer.zero_grad()

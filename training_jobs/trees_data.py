@@ -60,6 +60,7 @@ class Data:
     def augmented(self, number: int, seed: int) -> Tensor:
         """Return points of a tree, turned about the vertical axis; tree and epoch decide how."""
         options = self.options
+        # From the tree, not from the rank: any number of ranks trains with the same clouds.
         random = torch.Generator().manual_seed(seed * 1_000_003 + number)
         cloud = self.clouds[number]
         cloud = cloud[torch.randint(len(cloud), (options.points,), generator=random)]
@@ -104,6 +105,7 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
             directory.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         problem = str(error)
+    # Ranks that see different files would take different numbers of steps, and some wait for ever.
     problems, sizes = zip(*ranks.gather((problem, size)))  # noqa: B905 - Python 3.9
     if data is None or any(problems) or len(set(sizes)) > 1:
         different = f"--data {options.data}: ranks see different numbers of trees, {set(sizes)}"

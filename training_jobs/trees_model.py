@@ -19,7 +19,7 @@ def layers(*widths: int) -> nn.Sequential:
 
 
 class TNet(nn.Module):
-    """Turns and stretches a cloud by a 3x3 matrix that depends on the cloud; first by none."""
+    """Transforms a cloud by a 3x3 matrix computed from it, the identity before training."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

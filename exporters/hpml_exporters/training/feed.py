@@ -151,6 +151,8 @@ class ListeningFeed:
         self._shares: Counter[str | int] = Counter()  # connections by owner
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._take, name="feed", daemon=True)
+        # Each connection has its own queue: a flood by one user starves nobody, and nothing needs
+        # to be read between two samples.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._bind(directory)
