@@ -57,7 +57,7 @@ class _Panel(TypedDict, total=False):
 
 
 class Dashboard(TypedDict):
-    """Of a dashboard's JSON what is checked."""
+    """The part of a dashboard's JSON that is checked."""
 
     templating: dict[str, list[dict[str, str]]]
     panels: list[_Panel]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if one is in use: a program runs ahead of it."""
+    """Wait for the GPU, if one is in use: the program runs ahead of it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -54,12 +54,12 @@ class Wire:
         self.bytes_sent, self.seconds = 0.0, 0.0
 
     def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> dist.Work | None:
-        """Add up a tensor over the ranks, in place; without waiting, return what to wait for."""
+        """Sum a tensor over the ranks, in place; without `wait`, return the work to wait for."""
         self.bytes_sent += 2 * tensor.nbytes * (self.ranks - 1) / self.ranks
         return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait), wait=wait)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, in a row."""
+        """Return the tensors of all ranks, concatenated."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1)
         whole = tensor.repeat(self.ranks)
         self._timed(lambda: dist.all_gather(list(whole.chunk(self.ranks)), tensor))
@@ -106,7 +106,7 @@ Method = Callable[[Tensor, Wire, Memory], Tensor]
 
 
 def allreduce(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
-    """Average as it is."""
+    """Average the gradient as it is."""
     wire.all_reduce(gradient)
     return gradient / wire.ranks
 
@@ -123,7 +123,7 @@ def half(kind: torch.dtype) -> Method:
 
 
 def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send 8 bits of each number; what rounding takes away is added to the next gradient."""
+    """Send 8 bits of each number; the rounding error is added to the next gradient."""
     wanted = gradient + memory.tensors.get("error", 0)
     # Never 0, or a gradient of zeros would become NaN.
     scale = (wanted.abs().max() / 127).clamp_min(1e-12).reshape(1)
@@ -175,7 +175,7 @@ def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
 
 def stale(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Start to average this gradient, and apply the one of STALENESS steps before.
+    """Start averaging this gradient, and apply the one from STALENESS steps ago.
 
     It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
     """

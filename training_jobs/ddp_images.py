@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Run:
-    """What the steps of a training work with."""
+    """The state of a training."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
         self.options, self.device, self.channel = options, device, channel
@@ -103,7 +103,7 @@ class Run:
 
 
 def is_stopped(run: Run, *, at_once: bool = False) -> bool:
-    """Return if the ranks stop; a problem of one is raised on all. All call it equally often."""
+    """Return whether the ranks stop; raise one's problem on all. All call it equally often."""
     wish = run.agreement.exchange(FAIL if run.data.problem else run.channel.stop_requested())
     wish = max(wish, run.agreement.finish()) if at_once else wish
     if wish == FAIL:
@@ -167,7 +167,7 @@ def train_epoch(run: Run, end_step: Callable[[], None]) -> bool:
 
 
 def evaluate(run: Run) -> bool:
-    """Set the accuracy on the test set; return whether the ranks stop before its end."""
+    """Measure the accuracy on the test set; return whether the ranks stop before its end."""
     began, right, at = time.perf_counter(), 0, run.at
     run.model.eval()
     for images, labels in run.data.test_batches():
@@ -191,7 +191,7 @@ def evaluate(run: Run) -> bool:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint, if there is a directory for them and none of this position."""
+    """Write a checkpoint if there is a directory for it, unless this position is saved already."""
     began, at = time.perf_counter(), run.at
     if run.checkpoints is not None and run.saved != (at.epochs, at.step):
         at.train_seconds, run.saved = began - run.started, (at.epochs, at.step)

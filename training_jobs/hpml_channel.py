@@ -132,7 +132,7 @@ class Channel:
         self.count(**{counter: time.perf_counter() - began})
 
     def gauge(self, **values: object) -> None:
-        """Set what is sent with the next counters; of a tensor the value that it has then.
+        """Set values to send with the next counters; a tensor is read only then.
 
         Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1); `comm_seconds` needs
         `comm_method`, which is how it was measured (see hpml_waits.py).
@@ -187,7 +187,7 @@ class Channel:
         self._send("event", "step", data=data, keep=keep, time=self._counted_at, **more)
 
     def _send(self, kind: str, event: str, *, keep: bool = True, **more: object) -> None:
-        """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
+        """Send a datagram after those still unsent; with `keep` a full socket only delays it."""
         if self._socket is None:
             return
         who = {"time": time.time(), **self._who, "pid": os.getpid()}
@@ -201,7 +201,7 @@ class Channel:
         self.dropped += 1
 
     def _send_unsent(self) -> bool:
-        """Hand what waits to the kernel; False when it would have to wait longer."""
+        """Send the waiting datagrams; return False if the socket is still full."""
         while self._unsent and self._socket is not None:
             try:
                 self._socket.sendto(self._unsent[0], self._address)
@@ -233,7 +233,7 @@ def _encode(message: dict[str, object]) -> bytes:
 
 
 def _amount(value: Any) -> float | None:
-    """Return a value by which a counter can grow; a wrong one must not end a training: None."""
+    """Return a valid increment of a counter, else None: a wrong one must not end a training."""
     try:
         return value if 0 <= value < MOST_AMOUNT else None
     except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything

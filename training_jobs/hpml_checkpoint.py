@@ -54,7 +54,7 @@ class Ranks:
         return values
 
     def highest(self, *values: float) -> list[float]:
-        """Return the highest of all ranks of each number."""
+        """Return each number's maximum over the ranks."""
         numbers = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
@@ -62,7 +62,7 @@ class Ranks:
 
 
 class StopAgreement:
-    """Exchanges wishes of ranks, four times a second; each rank has to make equally many calls."""
+    """Exchanges the ranks' wishes four times a second; all ranks must call it equally often."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks, self._wish = ranks or Ranks(), 0

@@ -60,7 +60,7 @@ ENOUGH, PART = 60, 16  # the first sixty: to the next is a sixteenth of the step
 
 
 class Waits:
-    """Measures parts of few steps, which are the same on all ranks.
+    """Measures parts of a few steps, the same ones on all ranks.
 
     Args:
         channel: of hpml_channel.py.
@@ -138,7 +138,7 @@ class Waits:
         self._seconds[counter] += time.perf_counter() - began
 
     def average(self, hook: Hook, state: object, bucket: GradBucket) -> Averaged:
-        """Average a bucket of gradients; measured, if this step is."""
+        """Average a bucket of gradients, and measure it if this step is measured."""
         # DDP has no hook for a step; its first bucket is the sign of one.
         if bucket.index() == 0:
             self.step()

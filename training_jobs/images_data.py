@@ -26,12 +26,12 @@ SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_ep
 
 
 class JobError(Exception):
-    """Something that the user can mend; the message is one line."""
+    """A problem that the user can fix; the message is one line."""
 
 
 @dataclass
 class Position:
-    """How far a training of ddp_images.py is; all of it counts over all restarts."""
+    """The progress of a training of ddp_images.py, over all restarts."""
 
     epochs: int = 0
     step: int = 0

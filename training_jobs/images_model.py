@@ -63,7 +63,7 @@ MODELS = {"cnn": cnn, "resnet18": resnet18}
 
 
 def make_model(options: Namespace, channels: int, classes: int, device: torch.device) -> nn.Module:
-    """Return the model that the options describe, in which some may be missing."""
+    """Return the model for the options, some of which may be missing."""
     sizes = channels, classes, options.width, options.dropout
     model = MODELS[options.model](*sizes).to(device)
     if getattr(options, "channels_last", False):

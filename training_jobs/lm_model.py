@@ -28,7 +28,7 @@ PEAKS = {  # TFLOP/s of dense matrix products by specification: float32 (not TF3
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind its norm and parallel to the residual."""
+    """Attention and a feed-forward network, each with its norm and a residual connection."""
 
     def __init__(self, options: Namespace) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next block gets: (sequences, bytes, width), as x."""
+        """Return the input of the next block: (sequences, bytes, width), as x."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv  # each (sequences, heads, bytes, numbers of a head)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -86,7 +86,7 @@ def flops_per_token(network: nn.Module, options: Namespace) -> int:
 
 
 def peak_flops(device: torch.device, options: Namespace) -> tuple[float | None, str]:
-    """Return the FLOP/s of a device, None if they are unknown, and what to print of them."""
+    """Return the FLOP/s of a device, None if unknown, and a text about them to print."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     dtype = "bfloat16" if options.amp == "bf16" else "float32"
     tflops = options.peak_tflops or PEAKS.get(name, (0, 0))[dtype == "bfloat16"]

@@ -63,7 +63,7 @@ def write_digits(target: Path) -> bool:
 
 
 def is_complete(target: Path) -> bool:
-    """Say whether a directory holds the digits, by the number of files per class folder."""
+    """Return whether a directory holds all digits, by the number of their files."""
     folders = [target / str(digit) for digit in range(CLASSES)]
     return sum(len(list(folder.glob("*.png"))) for folder in folders) == IMAGES
 

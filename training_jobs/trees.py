@@ -80,7 +80,7 @@ def learning_rate(step: int, steps: int, options: Namespace) -> float:
 
 
 class Run:
-    """What the loop works with; an error of one rank is raised on all."""
+    """The state of a training; an error of one rank is raised on all."""
 
     def __init__(self, options: Namespace, channel: Channel, device: torch.device) -> None:
         self.options, self.channel, self.device, self.ranks = options, channel, device, Ranks()
@@ -109,7 +109,7 @@ class Run:
 
 
 def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
-    """Take one step of the optimizer; return this rank's loss, whose mean over ranks is all's."""
+    """Take one step of the optimizer; return this rank's loss, to be averaged over the ranks."""
     clouds, targets, count = batch
     with run.autocast():
         scores = run.model(clouds.to(run.device))
@@ -126,7 +126,7 @@ def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float, float, list[list[int]]]:
-    """Return accuracy and loss on the test trees, and how many of each species got each name."""
+    """Return accuracy and loss on the test trees, and the confusion matrix."""
     data, ranks, loss = run.data, run.ranks, torch.zeros(1, dtype=torch.float64)
     classes = len(data.species)
     confusion = torch.zeros(classes * classes, dtype=torch.int64)

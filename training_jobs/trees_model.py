@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def layers(*widths: int) -> nn.Sequential:
-    """Return a small network that is applied to each point alone.
+    """Return a small network that is applied to each point separately.
 
     LayerNorm, not BatchNorm: no tree's result depends on the other trees of a batch, so any number
     of ranks computes the same.

@@ -18,7 +18,7 @@ from make_trees import SPECIES, make_trees
 
 
 class Result(TypedDict):
-    """What trees.py writes to result.json, as far as it is drawn."""
+    """The part of trees.py's result.json that is drawn."""
 
     evaluations: dict[str, tuple[float, float, float]]  # by epoch: seconds, accuracy, loss
     species: list[str]

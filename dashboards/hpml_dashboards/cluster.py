@@ -21,7 +21,7 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 
 
 def _wait(share: float, by: str = "le") -> str:
-    """Return the wait that this share of the jobs stayed below, of those that started lately.
+    """Return this quantile of the waiting times of the jobs that started lately.
 
     If none did, of all since the exporter started: a partition's first jobs have no rate.
     """

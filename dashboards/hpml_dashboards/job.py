@@ -25,7 +25,7 @@ def _this(metric: str, **labels: str) -> str:
 
 
 def _once(metric: str, **labels: str) -> str:
-    """Return series of the job's exporters with their node; where two show the job, of one."""
+    """Return the job's series with their node, from one exporter per node."""
     # On a node two exporters may show the job, the node's and its own. The rule names one of them;
     # without this join every sum would be double.
     return f"{_this(metric, **labels)} * {_ON_NODE} hpml:job_exporter{_JOB}"
@@ -109,7 +109,7 @@ _PARTS = {
 
 
 def _mounts(metric: str) -> str:
-    """Return what each of the job's nodes reads or writes on a shared file system, in bytes/s."""
+    """Return the bytes per second that each node reads or writes on shared file systems."""
     node = 'on (instance, job) group_left (cluster, node) hpml_node_info{scope="node"}'
     return f"rate({metric}[$__rate_interval]) * {node}"
 

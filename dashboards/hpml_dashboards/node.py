@@ -31,7 +31,7 @@ def _rate(counter: str, by: str, of: str = "sum", **labels: str) -> str:
 
 
 def _both(metric: str, label: str) -> dict[str, str]:
-    """Return bytes in each second that were read and written."""
+    """Return the bytes read and written per second."""
     return {
         f"{{{{{label}}}}} {way}": _rate(f"{metric}_{way}_bytes", label)
         for way in ("read", "written")

@@ -23,7 +23,7 @@ _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
 class _Kind(NamedTuple):
-    """A kind of figure: Grafana's unit, colours from each value on, the highest value, digits."""
+    """A kind of figure: Grafana's unit, colour thresholds, highest value, decimals."""
 
     unit: str
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
@@ -128,7 +128,7 @@ def select(metric: str, **labels: str) -> str:
 
 
 def each(series: str, label: str = "node") -> str:
-    """Return series as they are if there are few, else their spread, named in a label."""
+    """Return all series if there are few, else their spread, named in a label."""
     # Prometheus decides at each look, so the same dashboard serves a job with one GPU and one with
     # a thousand.
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
@@ -145,7 +145,7 @@ def each(series: str, label: str = "node") -> str:
 
 
 def or_zero(value: str, subject: str) -> str:
-    """Return a value, or 0 if it has no series although the subject has some."""
+    """Return a value, or 0 if only its subject has series."""
     # Not `or vector(0)`: a job or cluster that nobody watches must show -, not a healthy 0.
     return f"({value} or 0 * max({subject}))"
 
@@ -159,7 +159,7 @@ def figure(
     width: int = 3,
     none: str = "-",
 ) -> Panel:
-    """Return a panel of large figures, one for each query: of now, or `calc` of the time range."""
+    """Return a panel of large figures, one per query: the latest, or `calc` of the time range."""
     queries = {"": queries} if isinstance(queries, str) else queries
     panel = _panel(stat.Panel(), title, kind, queries, (width, 4), now=not calc)
     for name in queries:
@@ -225,7 +225,7 @@ def bars(
     height: int = 7,
     none: str = "-",
 ) -> Panel:
-    """Return a panel of horizontal bars, one for each series, as they are now."""
+    """Return a panel of horizontal bars, one per series, with the latest values."""
     panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
     return (
         panel.min(0)
@@ -248,7 +248,7 @@ def listing(
     sort: str = "",
     none: str = "None known",
 ) -> Panel:
-    """Return a table as of now: series of all queries with equal labels are one row.
+    """Return a table of the latest values; series of all queries with equal labels form one row.
 
     Args:
         title: title.
@@ -294,7 +294,7 @@ def listing(
 
 
 def variable(name: str, label: str, values: str, *, newest: bool = False) -> builders.QueryVariable:
-    """Return a variable whose choices Prometheus gives, as `label_values(metric, label)`.
+    """Return a variable whose choices come from Prometheus: `label_values(metric, label)`.
 
     Args:
         name: name in queries.

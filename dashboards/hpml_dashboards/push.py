@@ -85,7 +85,7 @@ class PushOutcome:
 
 
 def read_token(path: str) -> str:
-    """Return the token in a file, or without a path that in $GRAFANA_TOKEN.
+    """Return the token in a file; without a path, the one in $GRAFANA_TOKEN.
 
     Raises:
         InputError: there is none, or others may read the file.
@@ -206,7 +206,7 @@ class _Grafana:
         self._ask(self._api.client.GET, "/folders?limit=1")
 
     def folder(self) -> PushOutcome:
-        """Find the folder, by its title too, or make it."""
+        """Find the folder by its title, or create it."""
         title = self._options.folder
         folders = self._ask(self._api.client.GET, "/folders?limit=1000")
         for folder in sorted(folders, key=lambda folder: folder["uid"] != _FOLDER):
@@ -222,7 +222,7 @@ class _Grafana:
         return PushOutcome("created", "folder", title)
 
     def datasource(self) -> PushOutcome:
-        """Make the data source of the Prometheus that was named."""
+        """Create or update the data source of the given Prometheus."""
         wanted: Json = {
             "uid": _DATASOURCE,
             "name": "hpml Prometheus",
@@ -339,7 +339,7 @@ class _Grafana:
         return str(versions[0].get("message", "")) if versions else ""
 
     def _prometheus(self) -> str:
-        """The uid of the data source to use if none was named."""
+        """Return the uid of the data source to use if none was given."""
         sources = self._api.datasource.list_datasources()
         sources = [source for source in sources if source["type"] == "prometheus"]
         default = [source for source in sources if source.get("isDefault")]

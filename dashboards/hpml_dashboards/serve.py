@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(error.status, str(error))
 
     def _send_file(self, body: bytes, kind: str) -> None:
-        """Send what changes with hpml alone: packed, and again only when it has changed."""
+        """Send a file of hpml's: compressed, and again only after it has changed."""
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         more = {"Cache-Control": "private, no-cache", "ETag": tag}
         if self.headers["If-None-Match"] == tag:
@@ -295,7 +295,7 @@ class ViewerServer(ThreadingHTTPServer):
         }
 
     def handle_error(self, request: Any, client_address: object) -> None:
-        """Report faults, but not that a browser closed its connection."""
+        """Report errors, except that a browser closed its connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -305,7 +305,7 @@ class ViewerServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def content(self, path: str) -> tuple[bytes, str] | None:
-        """Return body and type of what is shown at a path; None if there is nothing."""
+        """Return body and content type of a path; None if there is nothing."""
         if path == "/" or path.startswith("/d/"):
             path = "/viewer/index.html"
         if path == "/api/dashboards":

@@ -67,7 +67,7 @@ def main(words: list[str], load: Load = _load_node) -> int:
 
 
 def _open_standard_descriptors() -> None:
-    """Keep 0, 1 and 2 from becoming sockets where the caller closed them: libraries write there."""
+    """Keep a closed 0, 1 or 2 from becoming a socket: libraries write to these descriptors."""
     last = os.open(os.devnull, os.O_RDWR)
     while last <= _STANDARD_ERROR:
         last = os.open(os.devnull, os.O_RDWR)
@@ -75,7 +75,7 @@ def _open_standard_descriptors() -> None:
 
 
 def program(load: Load = _load_node) -> NoReturn:
-    """Be the process of an exporter, from its arguments to its exit status."""
+    """Run as an exporter's process, from its arguments to its exit status."""
     _open_standard_descriptors()
     status = main(sys.argv[1:], load)
     for stream in (sys.stdout, sys.stderr):

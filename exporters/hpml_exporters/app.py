@@ -64,7 +64,7 @@ class ExporterPages:
         ProcessCollector(registry=self._registry)
 
     def count(self, server: Counters) -> None:
-        """Show what the web server counts, too."""
+        """Show the web server's counters as well."""
         self._registry.register(_ServerCollector(server))
 
     def metrics(self, accept: str, names: Sequence[str] = (), *, gzip: bool) -> tuple[bytes, str]:
@@ -84,12 +84,12 @@ class ExporterPages:
         return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
 
     def health(self) -> tuple[bool, str]:
-        """Return whether every reading ends, and in words what is stuck or failed."""
+        """Return whether no reading is stuck, and in words what is stuck or failed."""
         return self._sampler.health()
 
 
 class _ServerCollector:
-    """What the web server counts, as a custom collector."""
+    """The web server's counters as a custom collector."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -118,7 +118,7 @@ class _SummaryWriter:
         self._thread.start()
 
     def end(self) -> None:
-        """Have the last figures written, and wait for that a few seconds."""
+        """Write the last figures; waits a few seconds for that at most."""
         self._ended.set()
         self._thread.join(_END_SECONDS)
 
@@ -142,7 +142,7 @@ class _SummaryWriter:
 
 
 def sources_of(options: NodeOptions) -> list[CollectorSource]:
-    """Return the collectors that are switched on; that of the jobs first, others look at it."""
+    """Return the enabled collectors; the jobs' comes first, as others depend on it."""
     context = Context(options)
     names = [name for name in COLLECTORS if name not in options.without]
     names.sort(key=lambda name: name != "jobs")
@@ -231,10 +231,10 @@ def _publish_address(path: str, address: str) -> None:
 
 
 def block_signals() -> set[signal.Signals]:
-    """Keep back the signals that end the exporter, for the main thread to wait for.
+    """Block the signals that end the exporter, so that the main thread can wait for them.
 
-    Those that the caller ignores, as `nohup` and a shell's `&` do, stay ignored: Linux
-    delivers even these to who waits.
+    Signals that the caller ignores, as `nohup` and a shell's `&` do, stay ignored: `sigwait`
+    would return even these.
     """
     ending = {signal.SIGTERM}
     ending |= {
@@ -245,7 +245,7 @@ def block_signals() -> set[signal.Signals]:
 
 
 def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
-    """Return at a signal, or when the parent process has changed.
+    """Return at a signal, or after the parent process has ended.
 
     Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
     `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).
@@ -256,7 +256,7 @@ def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
 
 
 def _watch_parent(parent: int) -> None:
-    """Have this process end when its parent is another than it was; runs in a thread."""
+    """End this process after its parent has ended; runs in a thread."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     _LOG.warning("the process that started this exporter is gone")

@@ -108,7 +108,7 @@ class NodeOptions:
         return self.node or socket.gethostname().partition(".")[0]
 
     def to_json(self) -> str:
-        """Return the one line that `from_json` reads."""
+        """Return the options as one line of JSON, for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -146,7 +146,7 @@ class Context:
 
 
 def check(options: NodeOptions) -> None:
-    """Refuse options that cannot be followed.
+    """Refuse invalid options.
 
     Raises:
         InputError: one of them is wrong; its field is the option's name.

@@ -89,7 +89,7 @@ class JobSummary:
         self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
     def note(self, snapshot: Samples) -> None:
-        """Add what happened since the snapshot before; harmless for the same one twice."""
+        """Add what happened since the previous snapshot; noting one twice does no harm."""
         step = max(0.0, snapshot.monotonic - self._last)
         self._last = max(self._last, snapshot.monotonic)
         self._seconds += step
@@ -108,7 +108,7 @@ class JobSummary:
         write_json(path, self.to_json())
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures; those that were never reported are left out."""
+        """Return the figures, without those that were never reported."""
         return {
             "jobid": self._jobid,
             "run": self._run,

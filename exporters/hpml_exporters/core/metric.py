@@ -36,7 +36,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 
 @dataclass(frozen=True, eq=False)  # a key of many dicts: hashed by identity
 class MetricSpec:
-    """One metric as it is documented and shown.
+    """The definition of one metric.
 
     Attributes:
         name: full name with unit and suffix: counters end in `_total`, identity in `_info`.
@@ -57,7 +57,7 @@ class MetricSpec:
 
     @property
     def family_name(self) -> str:
-        """The name without the suffix that its type brings."""
+        """The name without the suffix of its type."""
         return self.name.removesuffix(_SUFFIX.get(self.type, ""))
 
     def family(self, samples: Iterable[Row] = ()) -> Metric:
@@ -113,7 +113,7 @@ def _sendable(value: str) -> str:
 
 
 def metric(name: str, help_: str, labels: str = "", *, source: str = "") -> MetricSpec:
-    """Return a metric whose type and unit stand in its name: no histogram.
+    """Return a metric whose type and unit follow from its name; histograms do not.
 
     Args:
         name: see `MetricSpec`.

@@ -100,11 +100,11 @@ class _Slot:
 
     @property
     def stale_after(self) -> float:
-        """Seconds after which what was read is too old to be shown."""
+        """Seconds after which a reading is too old to be shown."""
         return max(3 * self.interval, 5.0)
 
     def read(self) -> float:
-        """Read once; returns how many seconds to stay away, 0 for the usual interval."""
+        """Read once; returns the pause in seconds before the next reading, 0 for the interval."""
         begun, self.thread = time.monotonic(), threading.get_native_id()
         self._readings += 1
         self.reading = self._readings
@@ -151,7 +151,7 @@ class _Slot:
         return pause
 
     def shown(self) -> CollectorState:
-        """Return the state with its families put together."""
+        """Return the state, with its families built."""
         # Outside the lock: a generator may take long, and `read` must not wait for a scrape.
         state = self.state
         try:
@@ -165,7 +165,7 @@ class _Slot:
         return shown
 
     def mark_stuck(self, reading: int) -> None:
-        """Drop what is shown: a reading has not ended in time."""
+        """Drop the families: a reading has not ended in time."""
         with self._lock:
             if self.reading == reading:  # else it has ended after all
                 count = self.state.stuck_readings + 1
@@ -267,7 +267,7 @@ class Sampler:
             slot.read()
 
     def stop(self, *, last_reading: bool = False) -> None:
-        """End the threads and close the collectors; one that is stuck is left behind.
+        """End the threads and close the collectors; a stuck one is left behind.
 
         Args:
             last_reading: have every collector read once more before.
@@ -287,7 +287,7 @@ class Sampler:
         return [spec.family() for spec in self._specs]
 
     def snapshot(self) -> Samples:
-        """Return what all collectors read last; another object only if something changed."""
+        """Return the latest readings of all collectors; a new object only if something changed."""
         with self._lock:
             now = time.monotonic()
             if self._snapshot is None or self._changes != self._shown or now >= self._expires:
@@ -329,8 +329,8 @@ class Sampler:
     def _watch(self) -> None:
         """Look for readings that do not end; runs in the watchdog's thread.
 
-        What counts is the time that the watchdog itself was running: after a process was stopped
-        or frozen for a while nothing is stuck.
+        Only time in which the watchdog itself ran counts: after the process was stopped or frozen
+        for a while, nothing is stuck.
         """
         tick = min(_TICK_SECONDS, self._stuck_seconds / 4)
         ages = dict.fromkeys(self._slots, (0, 0.0))
@@ -381,7 +381,7 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
     by_name: dict[str, list[Metric]] = {}
     for family in families:
         by_name.setdefault(family.name, []).append(family)
-    # Prometheus rejects a whole scrape in which one family occurs twice.
+    # Prometheus refuses a family that occurs twice.
     for first, *more in by_name.values():
         if more:
             known = {tuple(one.labels.items()): one for one in first.samples}

@@ -146,7 +146,7 @@ def self_families(states: Iterable[tuple[str, CollectorState]]) -> list[Metric]:
 
 
 def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
-    """Return which node this is."""
+    """Return the node's identity."""
     return [_NODE.family([((cluster, node, scope), 1)])]
 
 

@@ -250,7 +250,7 @@ class GpuCollector:
         self._next_processes = now
 
     def _note_missing(self, were: dict[str, GpuDevice], now: float) -> None:
-        """Note which of these do not answer, and when to look for them."""
+        """Note which of these GPUs do not answer, and when to try again."""
         up = {device.pci for device in self._known.values() if device.pci}
         down: dict[str, GpuDevice] = {}
         for uuid, device in {**self._down, **were}.items():
@@ -270,9 +270,9 @@ class GpuCollector:
         self._down = down
 
     def _select(self, session: Session, devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
-        """Return the GPUs that are shown: all, or those of the exporter's own job.
+        """Return the GPUs to show: all, or those of the exporter's own job.
 
-        Where the job's are not known they are those on which it has had a process.
+        If the job's GPUs are unknown, these are the ones on which it has had a process.
         """
         job = self._context.options.job
         if job is None:
@@ -299,7 +299,7 @@ class GpuCollector:
     # What is shown ---------------------------------------------------------------------------
 
     def _families(self, session: Session) -> Iterable[Metric]:
-        """Return what is known now; most families are made when a scrape wants them."""
+        """Return what is known now; most families are built when a scrape needs them."""
         shown = {device.uuid for device in (*session.shown, *self._down.values())}
         # XID errors are reported for the whole GPU, even if only its instances are shown.
         shown |= {device.parent for device in session.shown}
@@ -360,7 +360,7 @@ def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Itera
 
 
 def _of_split(values: Values) -> list[Row]:
-    """Return the utilization of each split GPU out of that of its instances.
+    """Return the utilization of each split GPU, computed from its instances.
 
     Slices that belong to no instance are idle. Compute instances of one GPU instance share it.
     """

@@ -21,7 +21,7 @@ _DISPLAY = "0x03"
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """A GPU or MIG instance: what it is called, and how NVML is asked for it.
+    """A GPU or MIG instance: its names, and its handles in NVML.
 
     Attributes:
         uuid: "GPU-…" or "MIG-…"; of a GPU that was lost before its UUID was read, the PCI address.
@@ -70,7 +70,7 @@ class GpuDevice:
 
 
 def pci_address(text: str) -> str:
-    """Return a PCI address as `Place.pci` has it, whatever number of digits the domain came with.
+    """Return a PCI address in the form of `GpuDevice.pci`, however many digits its domain has.
 
     >>> pci_address("0000:3B:00.0")
     '00000000:3b:00.0'

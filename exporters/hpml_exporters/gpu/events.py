@@ -29,14 +29,14 @@ class _Event(ctypes.Structure):
 
 
 class XidLog:
-    """What has been reported since the exporter started; it outlives the driver."""
+    """The errors reported since the exporter started; they outlive the driver."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}
 
     def add(self, uuid: str, xid: int, when: float) -> None:
-        """Count one.
+        """Count an error.
 
         Args:
             uuid: the GPU.
@@ -66,7 +66,7 @@ class XidLog:
 
 
 class XidEvents:
-    """An event set of the driver, asked without waiting.
+    """An event set of the driver, polled without waiting.
 
     A thread that waits in the driver could not be ended when the driver is stuck; asking once per
     reading costs some microseconds for all GPUs together.
@@ -91,7 +91,7 @@ class XidEvents:
         self._arguments = (self._set, ctypes.byref(self._event), ctypes.c_uint(0))
 
     def poll(self, log: XidLog, when: float) -> None:
-        """Move what has been reported to the log.
+        """Move reported errors to the log.
 
         Args:
             log: of this exporter.

@@ -41,7 +41,7 @@ class Gpm:
         self._layout = struct.Struct("<" + "4xId24x" * len(numbers))
 
     def open(self) -> bool:
-        """Make room for two samples; returns whether the GPU has GPM.
+        """Allocate two samples; returns whether the GPU has GPM.
 
         Raises:
             GpuLostError: it does not answer.

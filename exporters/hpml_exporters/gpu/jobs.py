@@ -71,7 +71,7 @@ def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[tup
 
 
 def resolve(names: Iterable[str], devices: Sequence[GpuDevice]) -> tuple[list[str], list[str]]:
-    """Return the UUIDs of the GPUs that an allocation names, and the names that mean none.
+    """Return the UUIDs of an allocation's GPUs, and the names that match no GPU.
 
     A number is the minor number of the device file, never an index. A GPU that is split stands
     for all of its instances, since nothing else of it can be used.
@@ -127,7 +127,7 @@ def job_families(
     cluster: str = "",
     only: JobFacts | None = None,
 ) -> list[Metric]:
-    """Return each job's GPUs: which, how many allocated, used and used without being allocated.
+    """Return each job's GPUs, and how many it was allocated, uses, and uses without allocation.
 
     Args:
         jobs: all jobs of the node.
@@ -211,7 +211,7 @@ def _counts(
 def _owners(
     allocated: Mapping[str, Iterable[str]], used: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """Return the one job of each GPU: the lowest number of those that have it, or else use it."""
+    """Return the owner of each GPU: the lowest id of the jobs that have it, or else use it."""
     owners: dict[str, str] = {}
     for jobs in (allocated, used):
         fresh: dict[str, str] = {}

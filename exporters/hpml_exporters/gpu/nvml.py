@@ -54,7 +54,7 @@ def check(code: Code) -> bool:
 
 
 def code_of(error: Exception) -> Code:
-    """Return NVML's code of an exception of nvidia-ml-py."""
+    """Return the NVML code of an exception of nvidia-ml-py."""
     return int(getattr(error, "value", 999))
 
 
@@ -96,7 +96,7 @@ class Nvml:
             raise kind(f"the NVIDIA driver does not answer: {error}") from None
 
     def call(self, *names: str) -> _Call:
-        """Return the first of these functions that the library has, which returns NVML's code.
+        """Return the first of these functions that the library has; it returns an NVML code.
 
         Args:
             names: newest first; arguments must be ctypes objects.

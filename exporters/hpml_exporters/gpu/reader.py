@@ -27,14 +27,14 @@ class _Total:
     last: float | None = None
 
     def integrate(self, rate: float, now: float, most: float) -> float:
-        """Add what the time since the last reading brought, of a long gap at most `most` s."""
+        """Add the rate times the seconds since the last reading, `most` seconds at most."""
         if self.last is not None and now > self.last:
             self.total += rate * min(now - self.last, most)
         self.last = now if self.last is None else max(now, self.last)
         return self.total
 
     def unwrap(self, count: float) -> float:
-        """Add what was counted since the last reading; drivers hand 32 bits out as 64."""
+        """Add the growth since the last reading; drivers return counters of 32 bits as 64."""
         if self.last is not None:
             # Below 2**32 a fall is the counter wrapping around. A larger counter does not wrap:
             # there a fall is a reset, after which all of the new count is growth.
@@ -74,7 +74,7 @@ class History:
             total.last = None
 
     def note(self, row: GpuSeries, number: float, now: float) -> None:
-        """Keep what a source answered."""
+        """Store the answer of a source."""
         series = row.series
         if series not in self.chosen:
             self.chosen[series] = row

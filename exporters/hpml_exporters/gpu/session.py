@@ -56,7 +56,7 @@ class Session:
 
     @property
     def roots(self) -> Sequence[GpuDevice]:
-        """What is shown and can be lost by itself: GPUs, and instances whose GPU is not shown."""
+        """The shown devices that can be lost alone: GPUs, and instances whose GPU is not shown."""
         return _roots(self.shown)
 
     def discover(self, select: Callable[[Sequence[GpuDevice]], Sequence[GpuDevice]]) -> None:
@@ -91,7 +91,7 @@ class Session:
             self._register()
 
     def remove(self, uuid: str) -> None:
-        """Take a GPU with all its instances out."""
+        """Remove a GPU with all its instances."""
         self._take_out(uuid)
         self._register()
 

@@ -72,7 +72,7 @@ class NvmlCall:
 
     @property
     def question(self) -> object:
-        """What is the same for rows that one call answers."""
+        """Key of the rows that one call answers."""
         return (self.names, self.selector)
 
 
@@ -105,7 +105,7 @@ class GpuSeries:
 
     @cached_property
     def series(self) -> Series:
-        """What the alternatives have in common."""
+        """Key of the rows that are alternatives."""
         return (self.spec.name, self.labels)
 
 
@@ -125,7 +125,7 @@ together with each of the two before it."""
 
 @cache
 def throttle_reason(bits: int) -> str:
-    """Return the strongest reason that holds the clocks down, empty for none.
+    """Return the strongest reason for reduced clocks, empty for none.
 
     >>> throttle_reason(0x40 | 0x8 | 0x4), throttle_reason(0x8), throttle_reason(0x1)
     ('hw_thermal', 'hw_slowdown', '')

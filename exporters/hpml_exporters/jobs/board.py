@@ -15,7 +15,7 @@ LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")  # what hpml's local backend ca
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job, by the prolog's map, the job's environment or its node agent.
+    """A job as the prolog's map, its environment or its node agent describes it.
 
     An unknown text is empty and an unknown number is 0, unless the field's line differs.
 
@@ -60,7 +60,7 @@ class JobFacts:
 
     @property
     def key(self) -> str:
-        """What names it in `Jobs` and in the label `jobid`.
+        """Its key in `Jobs`, and its label `jobid`.
 
         Runs of the local backend are counted separately: their ids are like local-3fa9c1-7.
         """
@@ -128,7 +128,7 @@ class JobsBoard:
 
 
 def job_key(jobid: str, cluster: str) -> str:
-    """Return `JobFacts.key` for a number, and the records of a local run or nothing."""
+    """Return the `JobFacts.key` of a job id; `cluster` is empty unless it is a local run."""
     return f"{cluster}-{jobid}" if cluster else jobid
 
 

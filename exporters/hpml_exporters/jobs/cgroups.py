@@ -34,7 +34,7 @@ _EMPTY_LOOKS = 3  # between two steps a job may have no process; later its group
 
 @dataclass
 class FoundJob:
-    """A job as one slurmd's control groups, or the environments of its processes, show it.
+    """A job as found in one slurmd's control groups, or in the environments of processes.
 
     Attributes:
         jobid: Slurm's number of it.
@@ -52,7 +52,7 @@ class FoundJob:
 
     @property
     def key(self) -> str:
-        """What names it on this node, as `JobFacts.key`."""
+        """Its key on this node, as `JobFacts.key`."""
         return job_key(self.jobid, self.cluster)
 
 
@@ -77,7 +77,7 @@ class _Root:
 
 @dataclass
 class _Known:
-    """What is kept of a job's directory from one look to the next.
+    """What is remembered of a job's directory from one look to the next.
 
     Attributes:
         jobid: empty as long as it is unknown.
@@ -300,7 +300,7 @@ def _named_roots(cgroup: str, mounts: Mapping[str, str]) -> Iterator[_Root]:
 
 
 def _is_user(name: str) -> bool:
-    """Return whether a directory is that of a user in version 1."""
+    """Return whether a directory of version 1 belongs to a user."""
     return name.startswith("uid_") and name[4:].isdigit()
 
 

@@ -124,7 +124,7 @@ class JobFinder:
             _LOG.warning("collector jobs: %s", message)
 
     def _merged(self, parts: Sequence[FoundJob], now: float) -> JobSeen:
-        """Join what several slurmd of this machine have of a job."""
+        """Merge the parts of a job that several slurmd of this machine have."""
         steps: dict[str, set[int]] = {}
         for part in parts:
             for step, pids in part.steps.items():
@@ -140,7 +140,7 @@ class JobFinder:
 
 @dataclass(frozen=True)
 class _Process:
-    """A job by the environment of a process; `cluster` is empty except for a local run."""
+    """The job named in a process's environment; `cluster` is empty unless it is a local run."""
 
     start: int
     jobid: str

@@ -138,7 +138,7 @@ class Identities:
 
 
 class UserNames:
-    """Names of users, which may come from a directory service that is slow or down.
+    """Names of users; their directory service may be slow or down.
 
     A separate thread looks them up, and is waited for only briefly.
 
@@ -215,7 +215,7 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
 
 
 def _first(job: FoundJob) -> Iterable[tuple[str, int]]:
-    """Return two processes of each step with its name; those of the extern step, Slurm's, last."""
+    """Yield two processes of each step, with its name; the extern step, which is Slurm's, last."""
     for step, pids in sorted(job.steps.items(), key=lambda one: one[0] == "extern"):
         yield from ((step, pid) for pid in sorted(pids)[:2])
 

@@ -246,7 +246,7 @@ class ProcessesCollector:
 
 
 class _Pages:
-    """Anonymous memory of processes, of which each part counts once however many share it.
+    """Anonymous memory of processes; a page counts once, however many processes share it.
 
     A fork has its parent's pages until one of them writes: of a training with eight forked loaders
     the sum of sizes would be nine times the memory. /proc/PID/smaps_rollup divides each page by
@@ -268,7 +268,7 @@ class _Pages:
         return max(0, int(words[1]) - int(words[2])) * _PAGE if words else None
 
     def divide(self, processes: Mapping[int, _Process], now: float) -> None:
-        """Bring the shares of a job's processes up to date, as far as the ration allows."""
+        """Update the shares of a job's processes, as far as the ration allows."""
         large = [(one.shared_at, pid) for pid, one in processes.items() if _is_large(one)]
         if len(large) == 1:  # no other process shares it
             processes[large[0][1]].own_share = 1.0

@@ -17,7 +17,7 @@ _PRESSURES = ("cpu", "memory", "io")
 
 @dataclass
 class JobUsage:
-    """Figures of one job in one hierarchy; what is not counted is missing.
+    """Figures of one job in one hierarchy; figures without a counter are missing.
 
     Attributes:
         counters: by the group that counted, the metric, and its label or none.
@@ -106,7 +106,7 @@ def _add_kills(usage: JobUsage, group: str, name: str) -> None:
 
 
 def _leaves(group: str) -> Iterator[str]:
-    """Yield the groups without others in them: version 1 counts kills where the process was."""
+    """Yield the innermost groups: version 1 counts a kill only where the process was."""
     children = subdirectories(group)
     if not children:
         yield group

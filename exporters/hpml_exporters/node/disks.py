@@ -113,7 +113,7 @@ make = Disks
 
 
 def local_mounts(mounted: Iterable[Mount]) -> list[Mount]:
-    """Return the local file systems whose space can be asked without a wait.
+    """Return the local file systems whose space can be read without waiting for a server.
 
     Each file system is listed once, at its shortest mount point.
     """

@@ -126,7 +126,7 @@ class Health:
 
 
 def read_health(proc: str = "/proc", sys: str = "/sys") -> Health:
-    """Return what makes the node unfit, as far as it can be read without a wait.
+    """Return what makes the node unfit, as far as it can be read without waiting.
 
     Args:
         proc: mount point of procfs.

@@ -75,7 +75,7 @@ class _Mount:
         self.values = [0.0] * len(_COLUMNS)
 
     def add(self, name: str, numbers: Sequence[str]) -> None:
-        """Add a line: the total of bytes, or an operation; any other is left out."""
+        """Add a line if it holds the total of bytes or an operation."""
         if not all(text.isascii() and text.isdecimal() for text in numbers[:8]):
             return
         if name == "bytes:" and len(numbers) >= 6:  # noqa: PLR2004
@@ -92,7 +92,7 @@ class _Mount:
 
 
 class _ExportNames:
-    """Chooses values of the label `export` such that their number stays bounded.
+    """Chooses values of the label `export` so that their number stays bounded.
 
     An automounter's homes are one series, `/home/*`: more than 8 exports of one directory are
     summed up, from then on and for as long as the exporter runs. After 32 values all further
@@ -159,7 +159,7 @@ make = Nfs
 
 
 def _parse(mountstats: str, mountinfo: str) -> list[_Mount]:
-    """Return the NFS mounts; lines that are torn or unknown are passed over."""
+    """Return the NFS mounts; skips lines that are torn or unknown."""
     devices: dict[str, list[str]] = {}  # several at one path stand in one order in both files
     for info in parse_mounts(mountinfo):
         if info.kind in _TYPES:

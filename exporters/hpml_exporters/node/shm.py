@@ -94,7 +94,7 @@ class Shm:
         return families({_SIZE: [((), size)], _USED: [((), used)], _OF_JOB: self._of_jobs()})
 
     def close(self) -> None:
-        """Give up a walk that is under way."""
+        """Abandon a walk in progress."""
         if self._walk is not None:
             self._walk.close()
             self._walk = None
@@ -136,7 +136,7 @@ class _Walk:
         self._steps = self._walk(root)
 
     def go_on(self, entries: int) -> bool:
-        """Look at so many entries; returns whether all were looked at.
+        """Process this many entries; returns whether the walk is complete.
 
         Raises:
             OSError: /dev/shm or procfs cannot be read.
@@ -192,7 +192,7 @@ class _Walk:
                         self.bytes[uid, key] += min(size, self._size)
 
     def _staged_bytes(self, name: str, job: int, user: int) -> int | None:
-        """Return the size of published data; None of what is none, or not published yet."""
+        """Return the size of published data; None if it is something else, or not published yet."""
         try:
             target = os.readlink(name, dir_fd=job).split("/")
         except OSError:

@@ -12,7 +12,7 @@ Part: TypeAlias = tuple[tuple[str, ...], Hashable, Sequence[float]]
 
 
 class Totals:
-    """Sums the counters of several mounts, without a fall when one of them is unmounted.
+    """Sums the counters of several mounts; the sum does not fall when one is unmounted.
 
     A plain sum would fall then, which Prometheus takes for a reset: `rate()` would count all of the
     remaining mounts' traffic again.

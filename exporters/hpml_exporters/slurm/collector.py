@@ -34,7 +34,7 @@ _Counts: TypeAlias = Counter[tuple[str, ...]]
 
 
 class SlurmCollector:
-    """The cluster as a collector: `sample` asks Slurm, a scrape shows what it read last."""
+    """The cluster as a collector: `sample` asks Slurm, a scrape shows the latest answer."""
 
     name = "slurm"
     specs: Sequence[MetricSpec] = m.SPECS
@@ -70,8 +70,8 @@ class SlurmCollector:
                 self._reason = str(error)
                 self._in_a_row += 1
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
-                # Calls come once per interval. Half of one less makes the right call match,
-                # although it may come a little early.
+                # Calls come once per interval, a little early or late. Half an interval less lets
+                # the right one through.
                 self._due = now + pause - self.interval / 2
         if self._in_a_row:
             raise StaleError(self._reason, self._last)

@@ -51,7 +51,7 @@ def _format(names: list[str]) -> str:
 
 
 class Commands:
-    """Reads a cluster by Slurm's commands: three a refresh, two to three more every tenth."""
+    """Reads a cluster through Slurm's commands: three per refresh, up to three more every tenth."""
 
     name = "commands"
 
@@ -82,7 +82,7 @@ class Commands:
         return _nodes_of(self._output(*sinfo))
 
     def rare(self) -> Rare:
-        """Return licences, reservations and fairshares, which are asked for now and then."""
+        """Return licences, reservations and fairshares, refreshed now and then."""
         if self._refreshes % _RARE == 0:
             show = ("scontrol", "--oneliner", "show")
             licenses = _licenses(self._optional(*show, "licenses"))
@@ -100,7 +100,7 @@ class Commands:
         return done.stdout
 
     def _optional(self, *argv: str) -> str:
-        """Return the output of a command that a site may lack or deny; say so once."""
+        """Return the output of a command that a site may lack or deny, which is logged once."""
         try:
             return self._output(*argv)
         except SchedulerUnavailable as error:
@@ -157,7 +157,7 @@ def _nodes_of(text: str) -> list[ClusterNode]:
 
 
 def _sdiag_of(text: str) -> dict[str, float]:
-    """Return the numbers of sdiag by the names that pyslurm has for them."""
+    """Return the numbers of sdiag under pyslurm's names."""
     statistics: dict[str, float] = {}
     section = ""
     for line in text.splitlines():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Native:
-    """Reads jobs, nodes and statistics by pyslurm, and what it has no object for by commands."""
+    """Reads jobs, nodes and statistics through pyslurm, and through commands what it lacks."""
 
     name = "pyslurm"
 

@@ -61,7 +61,7 @@ class TargetServer(ThreadingHTTPServer):
         self._due = 0.0
 
     def body(self) -> bytes:
-        """Return the list; that of the last time while Slurm gives no answer.
+        """Return the list of targets; the previous one while Slurm does not answer.
 
         Raises:
             SchedulerUnavailable: Slurm gave none yet.

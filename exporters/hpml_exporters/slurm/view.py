@@ -16,7 +16,7 @@ ENDED = frozenset(
 
 
 class QueueRow(NamedTuple):
-    """One row of the queue: a job, a task of an array, or all tasks of it that still wait.
+    """One row of the queue: a job, an array task, or all pending tasks of an array.
 
     Attributes:
         id: `25`, `25_3` or `25_[4-9]`.
@@ -38,7 +38,7 @@ class QueueRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One node and what is allocated of it; GPUs by type."""
+    """One node with its total and allocated resources; GPUs by type."""
 
     name: str
     address: str

@@ -163,7 +163,7 @@ class _Rank:
     recent: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
 
     def per_step(self, counter: str) -> float | None:
-        """Return by how much a counter grew per step of the last minute; None without a step."""
+        """Return a counter's growth per step over the last minute; None without a step."""
         before = self.recent[0][1]
         steps = self.totals["steps"] - before["steps"]
         return (self.totals[counter] - before[counter]) / steps if steps > 0 else None
@@ -194,7 +194,7 @@ class _JobTotals:
         self._agents: dict[int, _Agent] = {}
 
     def add(self, message: FeedMessage, agent: int, now: float) -> None:
-        """Take in an agent's message.
+        """Add an agent's message.
 
         Args:
             message: its content.
@@ -212,7 +212,7 @@ class _JobTotals:
                 self._add_rank(rank, figures, now)
 
     def ranks(self, now: float, within: float = _SILENT_SECONDS) -> list[_Rank]:
-        """Return the ranks that have spoken within some seconds."""
+        """Return the ranks heard within these seconds."""
         ranks = [rank for agent in self._speaking(now) for rank in agent.ranks.values()]
         return [rank for rank in ranks if now - rank.heard <= within]
 

@@ -89,7 +89,7 @@ class _Connection:
 
 
 class InheritedFeed:
-    """The feed of the job that this exporter is a part of.
+    """The feed of the job that this exporter runs in.
 
     Args:
         fd: descriptor of a socket.
@@ -213,7 +213,7 @@ class ListeningFeed:
         os.rename(new, self._path)
 
     def _take(self) -> None:
-        """Accept connections as they come, until this is closed; runs in the thread."""
+        """Accept connections until `close`; runs in the thread."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         while not self._closed.is_set():

@@ -242,7 +242,7 @@ def tls_context(tls: Tls, path: str) -> ssl.SSLContext:
 
 
 def fingerprint(path: str, config: WebConfig) -> bytes:
-    """Return a hash of the file and of those that it names, as they are now."""
+    """Return a hash of the file and of the files that it names, as they are now."""
     found = hashlib.sha256()
     for file in (path, *(config.tls[key] for key in _FILES if key in config.tls)):
         try:

@@ -256,7 +256,7 @@ class Handler(BaseHTTPRequestHandler):
         return 404, b"not found: the pages are /metrics and /healthz\n", _TEXT, ()
 
     def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
-        """Answer what is not a request, and end the connection."""
+        """Answer a malformed request, and end the connection."""
         self.close_connection = True
         self._tell(code, message or HTTPStatus(code).phrase)
 

@@ -24,7 +24,7 @@ _REST = 4  # times the CPU time of the check
 
 
 class TooManyPasswordsError(Exception):
-    """Too many passwords of this address wait for their check."""
+    """Too many passwords of this address are waiting to be checked."""
 
 
 class Passwords:
@@ -103,7 +103,7 @@ class Passwords:
 
 
 def _credentials(header: str) -> tuple[bytes, bytes] | None:
-    """Return name and password of a header Authorization; None if it has none.
+    """Return name and password of an Authorization header; None if it has none.
 
     >>> _credentials("Basic Ym9iOnB3"), _credentials("Bearer Ym9iOnB3")
     ((b'bob', b'pw'), None)

@@ -142,7 +142,7 @@ class Server(ThreadingHTTPServer):
                 self._drop(client)
 
     def health(self) -> tuple[bool, str]:
-        """Return whether the exporter works, and in words what does not or waits for a restart."""
+        """Return whether the exporter works, and in words what fails or waits for a restart."""
         healthy, message = self.pages.health()
         if self.counters.config_changed:
             message += f"; {self._web_config} has changed: restart the exporter to apply it"
@@ -150,7 +150,7 @@ class Server(ThreadingHTTPServer):
 
     @contextmanager
     def turn(self, client: Client) -> Iterator[None]:
-        """Wait until no other page is being made.
+        """Wait until no other page is being rendered.
 
         Raises:
             ConnectionAbortedError: the client had to go meanwhile.
@@ -175,7 +175,7 @@ class Server(ThreadingHTTPServer):
             self.counters.closed[reason] += 1
 
     def get_request(self) -> tuple[Any, object]:
-        """Accept a client; without a descriptor for it, another one has to go."""
+        """Accept a client; if descriptors are exhausted, close another connection."""
         try:
             sock, address = self.socket.accept()
         except OSError as error:
@@ -187,7 +187,7 @@ class Server(ThreadingHTTPServer):
         return Client(sock, address[0]), address
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a client in a new thread; if there are too many, one has to go."""
+        """Serve a client in a new thread; if there are too many, close another connection."""
         with self._lock:
             of_this = sum(one.peer == request.peer for one in self._clients)
             if of_this >= self.limits.connections_of_one_address:
@@ -206,7 +206,7 @@ class Server(ThreadingHTTPServer):
             request.sock.close()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """Count a fault of the server, and print one of them per minute."""
+        """Count an error of the server; prints one per minute at most."""
         self.gave_up("error")
         if time.monotonic() - self._reported > _REPORT_SECONDS:
             self._reported = time.monotonic()
