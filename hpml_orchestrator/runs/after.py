@@ -49,6 +49,8 @@ def pending_dependencies(
         if state.unfinished:
             waiting.append({"run": label, "end": end, "job_id": state.job_id})
             continue
+        # Slurm would not refuse it: `afterok` on a job that it has forgotten starts at once,
+        # whichever way that job ended.
         as_wanted = state.over and (state.state == "COMPLETED") == (end == "ok")
         if end != "any" and not as_wanted:
             how = f"ended {state.state}" if state.over else "ended in an unknown way"

@@ -104,6 +104,8 @@ def attachment(
             )
         variables, cpus = _of_job(attempt)
         return Attachment(words, {**environment, **variables}, directory, cpus)
+    # --overlap, or the step would wait for CPUs that the job's own step holds. --cpu-bind=none and
+    # --mpi=none, since it must neither take a rank's cores nor join its MPI world.
     srun = [
         "srun",
         f"--jobid={attempt.job_id}",
@@ -138,6 +140,8 @@ def _directory(state: State, job: JobFields, provenance: ProvenanceRecord) -> Pa
 
 def _of_job(attempt: Attempt) -> tuple[dict[str, str], frozenset[int]]:
     processes = marked([f"HPML_ATTEMPT_DIR={attempt.directory}"])
+    # The oldest process is the script itself: its children may have bound themselves to some CPUs
+    # and changed their environment.
     for process in sorted(processes, key=lambda one: (one.start, one.pid)):
         with contextlib.suppress(OSError):
             entries = [os.fsdecode(entry) for entry in environment_of(process.pid) if entry]

@@ -27,6 +27,8 @@ def choose(wanted: str) -> str:
     Raises:
         InputError: it is none of them.
     """
+    # sbatch alone decides. A cluster that is down must not turn a job for its nodes into a local
+    # one on the login node.
     if wanted == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
     if wanted not in ("slurm", "local"):

@@ -35,8 +35,8 @@ def cancel(
     """Cancel what has not ended and return `id`, `job_id` and `outcome` of each.
 
     A run that is being submitted is waited for, some seconds, with a `notice`; if it still has no
-    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`. So does that of a run of
-    another cluster, and of one whose job the scheduler does not know: its job id may be another
+    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`. The same holds for a run
+    of another cluster and for one whose job the scheduler does not know: the id may be another
     job's.
 
     Raises:
@@ -79,14 +79,19 @@ def _cancel(
             continue
         if state.over:
             outcome = f"is over already ({state.state})"
+        # Never cancel by an id that may have been given to another job: on another cluster, or
+        # after the controller forgot ours.
         elif state.elsewhere or state.lost:
             outcome = f"{NOT_CANCELLED}: {state.reason}"
+        # sbatch may be under way. Saying that there is nothing to cancel would leave a job that
+        # starts a moment later.
         elif not state.job_id:
             pending.append(submission)
             outcome = f"{NOT_CANCELLED}: it is being submitted ({state.reason})"
         else:
             host = str(submission.record()["host"])
-            # raises if the cluster cannot be known
+            # Raises if the controller does not say which cluster it is: better no cancellation than
+            # that of another cluster's job.
             elsewhere(state.cluster, backends(state.backend, host))
             job_ids.setdefault((state.backend, host), []).append(state.job_id)
             outcome = f"cancelled job {state.job_id}"
@@ -98,7 +103,7 @@ def _cancel(
         outcomes[label] = {"id": label, "job_id": state.job_id, "outcome": outcome}
     for scheduler, ids in job_ids.items():
         backends(*scheduler).cancel(ids)
-    # A task that never started has no record. Record its end now, before a scheduler without
-    # accounting forgets it.
+    # A task that never started has no record. Query once more to record its end, before a scheduler
+    # without accounting forgets it.
     states(store, arrays, backends=backends)
     return pending

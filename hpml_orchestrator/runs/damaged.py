@@ -29,6 +29,7 @@ def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:
         for attempt in attempts
         for damage in find_damage(
             attempt.directory,
+            # The last line of a file that is still written may be incomplete; that is no damage.
             is_growing=attempt is attempts[-1] and state.unfinished and attempt.ended is None,
         )
     ]

@@ -77,6 +77,8 @@ def gather(
         if attempt is not None and (found := damage_of(state, [attempt])):
             raise damage_error(state, found)
         facts = replace(_facts(state, summary, now), peaks=peaks)
+        # The run's own record wins: it covers exactly the attempt, while Prometheus samples every
+        # few seconds and may have gaps.
         if prometheus is None or facts.nodes or attempt is None or not facts.elapsed_seconds:
             return facts
         begun = attempt.started

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MINUTE, _HOUR = 60, 3600
-_ADVICE_SECONDS = 300.0  # training that an advice about the saving interval needs
-_ADVICE_FACTOR = 1.5  # an interval that is nearer to the best is left alone
+_ADVICE_SECONDS = 300.0  # least training time for advice about the saving interval
+_ADVICE_FACTOR = 1.5  # no advice for an interval that is closer than this to the best one
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Life:
-    """A run over all of its attempts. None means: not known.
+    """A run over all of its attempts. None means unknown.
 
     Attributes:
         attempts: in order.
@@ -184,7 +184,7 @@ class Life:
 
 
 def _about(seconds: float) -> str:
-    """Return a duration as people say it: 52 min, not 52:13."""
+    """Return a duration rounded to one unit: 52 min, not 52:13."""
     if seconds < 2 * _MINUTE:
         return f"{seconds:.0f} s"
     if seconds < 2 * _HOUR:
@@ -264,7 +264,7 @@ def life_of(
     waits: bool = False,
     now: float,
 ) -> Life:
-    """Return a run over all of its attempts, of what their records say.
+    """Return a run over all of its attempts, from their records.
 
     Time is lost from an attempt's last checkpoint, or its first counters if it wrote none, until
     the next attempt trains: that work is done again, and the queue and the start-up come twice.
@@ -283,6 +283,7 @@ def life_of(
         runs = is_last and left_seconds is not None
         end = now if runs else one.ended
         report = replace(one, ended=None if runs else one.ended)
+        # The first attempt's queue and start-up are not lost: every run pays for them once.
         if place:
             before = attempts[place - 1]
             report = replace(
@@ -334,6 +335,7 @@ def _step(attempts: Sequence[AttemptReport]) -> int | None:
     *earlier, newest = attempts
     if newest.step is not None:
         return newest.step
+    # An attempt that has not trained yet resumes from a checkpoint, and steps after it are lost.
     saved = [one.saved_step for one in earlier if one.saved_step is not None]
     return saved[-1] if saved else _newest(one.step for one in earlier)
 
@@ -352,6 +354,7 @@ def _with_forecast(life: Life, limits: RunLimits) -> Life:
     startups = [
         _between(one.started, one.trained_from) for one in life.attempts if one.trained_from
     ]
+    # Each further attempt spends part of its limit on start-up before it trains.
     useful = limits.seconds - math.fsum(startups) / max(1, len(startups))
     if "time_limit" not in limits.continues or useful <= 0 or not math.isfinite(useful):
         return replace(life, needed_seconds=needed)
@@ -374,6 +377,7 @@ def _with_save_interval(life: Life, *, waits: bool) -> Life:
         return life
     save = math.fsum(one.saving_seconds for one in attempts) / saves
     life = replace(life, save_seconds=save, save_every_seconds=trained / saves)
+    # One failure in a few minutes says nothing about the time between failures.
     if not failures or not save or trained < _ADVICE_SECONDS:
         return life
     between = trained / failures

@@ -240,6 +240,8 @@ class LiveJobs:
         try:
             measured, self.problem = self.prometheus.jobs(self.user), ""
         except PrometheusError as error:
+            # Each failure may cost the full timeout. Retrying at every refresh would freeze the
+            # display.
             self.problem, self._retry_at = str(error), now + _RETRY_SECONDS
             return []
         old = [state for state in self._states if now - (state.started or now) > _SCRAPED_SECONDS]

@@ -1,4 +1,4 @@
-"""Complete and render a job, and write its submission down before anything is submitted."""
+"""Complete and render a job, and record its submission before anything is submitted."""
 
 from __future__ import annotations
 
@@ -136,6 +136,8 @@ def prepare(
     job = rendered.resolved.job
     check_backend(job, backend)
     moment = time.time() if now is None else now
+    # What hpml writes is not the user's code: without this list every run's records would make the
+    # next run's working tree look dirty.
     own = [*store.places, store.root / "sweeps", *(Path(entry.target) for entry in job.collect)]
     if store.root not in (Path(job.workdir), *Path(job.workdir).parents):
         own.append(store.root)
@@ -173,6 +175,7 @@ def prepare(
             "submitter": asdict(this_owner(sid)),
             "comment": "" if no_comment else f"hpml:{sid}",
             "output": str(store.runs_dir / sid / "output.log"),
+            # Names only: the values may be passwords or tokens.
             "environment_names": sorted(job_environment(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
             "after": list(after),
@@ -234,6 +237,8 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
                     f"already holds a directory {CODE_DIRECTORY}",
                     f"name another directory, or remove {code}",
                 )
+            # Copied aside and renamed, so that an interrupted copy never looks like a complete
+            # snapshot.
             with tempfile.TemporaryDirectory(prefix=f".{CODE_DIRECTORY}.", dir=target) as temporary:
                 snapshot.take(Path(temporary, CODE_DIRECTORY))
                 os.rename(Path(temporary, CODE_DIRECTORY), code)
@@ -255,6 +260,7 @@ def output_directory(path: Path, *, value: str, field: str = "--output") -> Iter
     Raises:
         InputError: it cannot be made or written to.
     """
+    # A directory that existed before is never removed: it may hold the user's files.
     made = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)

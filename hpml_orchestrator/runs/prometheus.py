@@ -177,6 +177,8 @@ class Prometheus:
             job.gpus |= {labels["uuid"]} if "uuid" in labels else set()
         if not jobs:
             return []
+        # All jobs in one query, chosen by label: one per job would be a few hundred on a busy
+        # cluster, at every refresh of `hpml top`.
         clusters, ids = zip(*jobs, strict=True)
         uuids = {uuid for job in jobs.values() for uuid in job.gpus}
         selectors = {
@@ -257,6 +259,8 @@ class Prometheus:
             raise PrometheusError(f"{self.url}: no answer: {text}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise PrometheusError(f"{self.url}: not a Prometheus: the answer is no JSON") from error
+        # PromQL divides by zero without an error; NaN and infinity would then pass every comparison
+        # of a rule or fail in JSON.
         return [sample for sample in samples if math.isfinite(sample[1])]
 
 

@@ -99,6 +99,8 @@ def prune(
     remover = _Remover(store, dry_run=dry_run)
     mine = []
     for submission in dict.fromkeys(named) or store.submissions():
+        # The id's own time decides without a read: most submissions of a large store are out of the
+        # range.
         if before is not None and stamp_of(submission.sid) > stamp(before):
             continue  # it cannot have ended before it was made
         if is_own(submission.directory):
@@ -119,6 +121,8 @@ def prune(
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
     chosen = over[keep:]
+    # A continued run may keep its checkpoints in the directory of the run that it continues.
+    # Removing the old one would end the new one's training.
     used = _saved_to(store, {state.submission.sid for state in chosen}) if chosen else {}
     for sid, user in used.items():
         remover.done.kept.append((sid, f"has the checkpoints of {user}, which continues it"))
@@ -149,6 +153,8 @@ def _stays(state: State, runs: Iterable[Path]) -> str:
     if not state.over:
         return f"has not ended: {state.text}"
     try:
+        # The state may be a recorded end, while somebody has requeued the run by hand since. More
+        # attempts than that end counted prove it.
         attempts = sum(len(Run(directory).attempts()) for directory in runs)
     except RecordError as error:
         return str(error)
@@ -192,16 +198,18 @@ class _Remover:
     def _remove(self, sid: str, directory: Path, state: State | None = None) -> None:
         """Remove a submission with its runs; renamed first, so that no command sees half of it."""
         runs = self.runs[sid]
-        # First what only the submission's own record leads to.
+        # Local jobs first: only the submission's own record leads to them, and it is removed last.
         local = self._local_jobs(sid, directory)
         try:
             if not self._dry_run:
                 hidden = directory.with_name(f".{sid}.pruned")
                 os.rename(directory, hidden)
                 directory = hidden
-                # In one step: a task without its state would be taken for one that waits.
+                # Renamed in one step: a half-removed task without its state file would count as one
+                # that waits, and would be started again.
                 local = [path.rename(path.with_name(f".tmp-{path.name}")) for path in local]
-                self._links.clear()  # those before are gone from the files' own counts
+                # Earlier removals have lowered the files' own link counts already.
+                self._links.clear()
             paths = (*local, *runs, directory)
             freed = sum(self._freed(path) for path in paths)
             for path in () if self._dry_run else paths:
@@ -226,6 +234,8 @@ class _Remover:
                 for job_id in sorted(submission.job_ids()):
                     path = home / "jobs" / job_id
                     with contextlib.suppress(HpmlError, KeyError, TypeError):
+                        # Ids of local jobs start at 1 again in a new store; the directory proves
+                        # that this is the same job.
                         if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
                             found.append(path)
         return found
@@ -235,6 +245,8 @@ class _Remover:
         links = info.st_nlink
         if self._dry_run:
             links -= self._links[info.st_dev, info.st_ino]
+        # The store's own link is the last one: no submission uses the file any more. A new
+        # submission that links to it now keeps the inode alive, whatever is unlinked here.
         if links == 1 and is_own(path) and path.suffix in (".pyz", ".sh"):
             if not self._dry_run:
                 os.unlink(path)

@@ -53,7 +53,8 @@ def requeue(
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
     backends = backends or backends_of(store)
-    known = submission.job_ids()  # before the look: a later one is another hpml's continuation
+    # Read before the state: a job id that appears later is another hpml's continuation.
+    known = submission.job_ids()
     state = state_of(store, submission, backends=backends, now=clock)
     label = submission.label
     refuse_elsewhere(state)
@@ -65,6 +66,8 @@ def requeue(
     if where := elsewhere(state.cluster, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
+    # A running job is never submitted again. It is asked to save, and its script requeues it under
+    # the same id.
     if state.unfinished and state.job_id:
         return _ask_to_stop(state, newest)
     if state.state == "COMPLETED":
@@ -73,7 +76,7 @@ def requeue(
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
         raise _wrong(label, "has never started: there is nothing to continue", hint)
     refuse_if_continued(store, state, also_ended=True, backends=backends)
-    known.add(state.job_id.partition("_")[0])  # that is over, too
+    known.add(state.job_id.partition("_")[0])  # this one is over, too
     job_id = _continue(store, state, newest, scheduler, known, environment, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
@@ -117,13 +120,16 @@ def _continue(
     """
     submission = state.submission
     while True:
+        # Another hpml, or the script's own continuation, may win this race at any point. Its job is
+        # the answer then; a second one would train into the same checkpoints.
         later = run_of(submission).newest()
         if later is not None and later.number > newest.number:
             return later.submitted_id
         job_id = str((submission.job() or {}).get("job_id", ""))
         if job_id not in known:
             return job_id
-        start = newest.newest_start()  # before the look, which does not see later ones
+        # Read before the query, whose answer says nothing about later starts.
+        start = newest.newest_start()
         outcome = next_outcome(store, submission, newest, scheduler, known=known, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
@@ -164,6 +170,8 @@ def _start(
     before = clock()
     if not newest.mark_start(number, now=before) or clock() - before >= STALE_SECONDS:
         return None
+    # The record of the end is withdrawn before sbatch runs: once a job exists, nobody may read from
+    # the records that the run is over.
     closed = (submission.directory / "final.json").exists()
     reopen(submission)
     try:
@@ -172,7 +180,8 @@ def _start(
         hint = f"`hpml requeue {submission.label}` looks for the job and makes one if there is none"
         raise SchedulerUnavailable(str(error), hint=hint) from error
     except SchedulerError:
-        # Refused: the recorded end is still valid, and the result of this start is known.
+        # Refused, so the recorded end is valid again. The refusal is recorded as the outcome of
+        # this start: the next call need not wait for a job that will never appear.
         newest.record_next("refused", "", now=clock())
         if closed:
             reopen(submission, undo=True)

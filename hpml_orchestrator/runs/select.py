@@ -110,6 +110,7 @@ def select(
         if (since is None or stamp_of(submission.sid) >= stamp(since))
         and (not sweep or sweep_of(submission) == sweep)
     )
+    # Without a condition on states the limit comes first: an old run needs no query to be left out.
     if not in_states:
         return states(store, islice(chosen, limit), backends=backends)
     every = states(store, chosen, backends=backends)

@@ -81,6 +81,8 @@ class Snapshot:
         target.mkdir(mode=0o700)
         sizes = [self._copy(path, entries, target) for path in entries]
         (target / self.workdir).mkdir(parents=True, exist_ok=True)  # it may be empty
+        # No lock can stop an editor or a `git checkout`. Compare what git tracks before and after
+        # the copy instead, so that a snapshot is one state of the code and not a mixture of two.
         changes = {name for name, _ in version.items() ^ self._read(leave_out)[1].items()}
         if changes:
             raise _refused(
@@ -110,6 +112,8 @@ class Snapshot:
         for path, entry in sorted(_list_entries(self.top).items()):
             info = entry.info
             if entry.tracked:
+                # Untracked files do not count: a log that a running program writes must not fail
+                # the submission.
                 version[f"./{path}"] = (info.st_mode, info.st_ino, info.st_size, info.st_mtime_ns)
             if entry.tracked or not path.startswith(records):
                 entries[path] = entry
@@ -154,6 +158,7 @@ class Snapshot:
                 os.symlink(self._link(path, os.readlink(source), entries), copy)
                 return 0
             shutil.copy2(source, copy, follow_symlinks=False)
+            # Writable by the owner, so that a read-only file can be pruned; no setuid bits.
             os.chmod(copy, stat.S_IMODE(mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
         except FileNotFoundError:
             return None
@@ -168,6 +173,8 @@ class Snapshot:
         """Return where a copied link leads: to the copy of a file of the tree, else as before."""
         folder = os.path.dirname(path)
         inside = os.path.relpath(os.path.join(self.top, folder, text), self.top)
+        # A relative link may lead out of the tree, which is elsewhere for the copy. An absolute one
+        # into the tree would let the job run the files as they are later.
         if not os.path.isabs(text):
             return os.path.join(self.top, folder, text) if _is_within(inside, "..") else text
         copied = any(_is_within(name, "" if inside == "." else inside) for name in entries)
@@ -218,6 +225,7 @@ def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[st
             "for a submodule: git submodule update --init; else remove it",
         )
     entries: dict[str, _Entry] = {}
+    # Two calls, because one with both options does not tell which files are tracked.
     for listed in ("--cached", "--others"):
         known = tracked and listed == "--cached"
         for name in _git(directory, "ls-files", "-z", listed, "--exclude-standard").split("\0"):

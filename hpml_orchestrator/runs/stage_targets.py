@@ -110,6 +110,8 @@ def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]
     Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
     itself (0: nothing), and of what other entries bring to RAM.
     """
+    # Without --mem the cluster gives a default that staged files would eat into: they count as the
+    # job's memory, and the kernel would kill the ranks.
     if not own:
         return "local", "the job asks for no memory, to which the data in RAM would be added"
     if not size:

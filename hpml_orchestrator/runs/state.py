@@ -1,7 +1,7 @@
 """The state of a submission, of an array and of its tasks, and its record once it is over.
 
-`final.json` has the last state of a submission that is over, of an array with all of its tasks.
-While some tasks of an array are unfinished, `ends.json` has those that ended, because a scheduler
+`final.json` has the last state of a submission that is over, for an array with all of its tasks.
+While tasks of an array are unfinished, `ends.json` has those that have ended, because a scheduler
 forgets them long before the last one ends.
 """
 
@@ -188,6 +188,8 @@ def run_of(submission: Submission) -> Run:
 def keep_ends(state: State) -> None:
     """Record the end of a submission, or of those tasks of an array that have ended."""
     directory = state.submission.directory
+    # An interrupted task ends only until somebody requeues it. Recording that as its end would hide
+    # the continuation.
     kept = [task for task in state.tasks if task.over and not task.interrupted]
     over = {str(task.submission.index): asdict(_End.of(task)) for task in kept}
     tasks = {"tasks": over} if over else {}
@@ -196,6 +198,8 @@ def keep_ends(state: State) -> None:
         if not state.over or len(kept) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
             return
+        # First the new file, then the removal: a crash in between leaves both, and `final.json`
+        # wins.
         write_json(directory / _FINAL, {**asdict(_End.of(state)), **tasks})
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
@@ -208,6 +212,8 @@ def keep_ends(state: State) -> None:
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:
     """Withdraw the record of an end, because a run continues; or undo that."""
+    # One rename in either direction, so that no reader finds neither file: the ended tasks of an
+    # array stay known while one of them continues.
     final, ends = submission.directory / _FINAL, submission.directory / _ENDS
     with contextlib.suppress(FileNotFoundError):
         os.replace(*((ends, final) if undo else (final, ends)))
@@ -225,6 +231,8 @@ def read_final(base: State) -> State | None:
     if final is None:
         return None
     tasks = tuple(_tasks(base, ends, final.job_id).values())
+    # An end belongs to a job, not to a run. A continuation has another job id, which makes the
+    # recorded end stale even if `reopen` did not run.
     newest = (submission.job() or {}).get("job_id", final.job_id)
     if str(newest) != final.job_id or len(tasks) < len(ends.tasks):
         return None  # it continues: that was the end of an earlier job
@@ -297,6 +305,8 @@ def _badness(task: State) -> int:
 
 def _unfinished(tasks: Sequence[State]) -> str:
     kinds = {_counted_as(task) for task in tasks if not task.over}
+    # Between two waves of a throttled array no task runs for a moment. It has begun all the same,
+    # and must not fall back to PENDING.
     begun = any(task.over and task.started is not None for task in tasks)
     if kinds == {"unknown"}:
         return JobState.UNKNOWN.value
@@ -306,6 +316,8 @@ def _unfinished(tasks: Sequence[State]) -> str:
 
 
 def _counted_as(task: State) -> str:
+    # A task that may be requeued shows the state that it passes through, such as PREEMPTED, and yet
+    # it waits.
     if not task.over and task.state in _WORST_FIRST:
         return "waiting"
     return _COUNTED_AS.get(task.state, task.state.lower().replace("_", " "))

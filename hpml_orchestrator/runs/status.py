@@ -59,7 +59,7 @@ def states(
     backends = backends or backends_of(store)
     wanted = list(submissions)
 
-    @cache  # wait once for a controller that does not answer, not for each submission
+    @cache  # a controller that does not answer costs one timeout, not one per submission
     def query_error_of(scheduler: tuple[str, str]) -> str:
         try:
             backends(*scheduler).cluster()
@@ -76,6 +76,8 @@ def states(
             scheduler = name, str(record["host"]) if name == "local" else ""
             base = State.of(submission, record)
             state = (
+                # From the cheapest source to the dearest. The cluster comes before anything that
+                # asks about a job id, because the same id is another job elsewhere.
                 read_final(base)
                 or _elsewhere(base, scheduler, backends, query_error_of)
                 or _without_job(store, base, partial(backends, *scheduler), now())
@@ -87,6 +89,8 @@ def states(
                 known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
             known[submission.sid] = _unreadable(submission, error)
+    # One call per scheduler, however many submissions: each squeue takes the controller's lock, and
+    # a sweep may have thousands.
     for scheduler, group in unfinished.items():
         job_ids = [job_id for pending in group for job_id in pending.job_ids_to_query]
         try:
@@ -220,7 +224,8 @@ class _Unfinished:
             query_error: why the scheduler did not answer; empty if it did.
             now: seconds since the epoch.
         """
-        # A controller that was set up anew gives the same ids to other jobs.
+        # A controller that was set up anew counts its ids from 1 again, so a job of this id may
+        # belong to somebody else. The working directory tells.
         others = {
             job_id
             for job_id in self.job_ids.values()
@@ -236,7 +241,8 @@ class _Unfinished:
                 continue
             status, run = answer.get(job_id), replace(self.base.submission, index=index)
             if status is None and any_known and not query_error and not run_of(run).attempts():
-                # Slurm keeps no record of a task that is cancelled while its array waits.
+                # Slurm keeps no record of a task that is cancelled while its array waits. As the
+                # other tasks are known, this one has not merely been forgotten with all of them.
                 status = JobStatus(job_id, JobState.CANCELLED)
             states.append(
                 _merge_status(
@@ -268,15 +274,16 @@ def _merge_status(
 ) -> State:
     """Combine the scheduler's status of one job with the records of the job."""
     submission, job_id = base.submission, base.job_id
-    # A waiting task has recorded nothing, and there may be ten thousand of them.
+    # A waiting task has no records yet. Looking for them would cost ten thousand directory reads.
     waits = submission.index is not None and status is not None and status.state.waiting
     attempts = [] if waits and status and not status.restarts else run_of(submission).attempts()
     own = attempts[-1] if attempts else None
     end = own.ended if own is not None else None
     lost = False
-    # The scheduler decides whether the job has ended: it also ends jobs that can record nothing,
-    # and a script that has recorded its end may still be holding its nodes. The job's own record
-    # decides only if the scheduler has forgotten the job, as Slurm does without accounting.
+    # The scheduler decides whether the job has ended: it kills jobs before they can record
+    # anything, and a script that has recorded its end may still hold its nodes. The job's own
+    # record decides only if the scheduler has forgotten the job, as Slurm does after MinJobAge
+    # without accounting.
     if status is None or (status.state is JobState.UNKNOWN and end is not None):
         if own is not None and not query_error:
             own.check_readable()
@@ -284,8 +291,8 @@ def _merge_status(
     if not status.state.over:
         end = None
     exit_code = status.exit_code
-    # Slurm's exit code may be missing, and is 0 for an end by a signal (`0:15`): then the one that
-    # the script recorded counts.
+    # Slurm's exit code may be missing, and is 0 after a signal (`0:15`). The one that the script
+    # recorded counts then.
     if end is not None and (not exit_code or status.state is JobState.FAILED):
         exit_code = int(end["exit_code"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
@@ -293,7 +300,8 @@ def _merge_status(
     over = status.state.over
     reason = _exceeded(status, own, asked) or _reason(status, own, asked)
     # A preempted job, and one whose node failed, passes through that state on its way back into
-    # Slurm's queue; if it is not back after a while, that was its end.
+    # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
+    # waits with Slurm's default credentials, that was its end.
     recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
     if base.backend == "slurm" and status.state in BEFORE_REQUEUE and recent and status.may_requeue:
         over, reason = False, "it may be requeued"
@@ -319,6 +327,8 @@ def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
     start = own.newest_start()
     if not own.goes_on and (start is None or own.next is not None):
         return base
+    # The script that announced a continuation may have been killed before it could call sbatch. Two
+    # minutes are the grace period in which a job may still appear.
     since = max(float((own.ended or {}).get("time", 0.0)), start.time if start else 0.0)
     if now - since < _NEXT_JOB_SECONDS:
         reason = "it continues in another job"
@@ -334,7 +344,7 @@ def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
 
 
 def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
-    """Return why a job waits or ended; hpml's own records come before the scheduler's reason."""
+    """Return why a job waits or ended; hpml's own records take precedence over the scheduler's."""
     if status.reason.startswith("Dependency"):
         runs = ", ".join(f"{run} ({end})" for run, end in asked().after)
         if runs and status.state.waiting:
@@ -351,7 +361,7 @@ def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], Recorded
         if reason not in ("", "failed", "completed"):
             return reason
     if status.state is JobState.CANCELLED and status.started is None and own is None:
-        return "cancelled before it started"  # Slurm keeps the reason why it waited
+        return "cancelled before it started"  # Slurm still prints why it waited
     if status.reason == "NonZeroExitCode" and status.exit_code is not None:
         return f"exit code {status.exit_code}"
     return "" if status.reason == "None" else status.reason
@@ -413,6 +423,8 @@ def _own_status(
             ended=float(end["time"]),
         )
         return status, not status.state.over
+    # Right after sbatch the job may not be visible yet, so a young job is not lost. A job with our
+    # id in another directory is: the controller has given the id away.
     lost = other or now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
     reason = "the scheduler does not know it (yet)"
     if lost:

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
 
 _SHORT_GRACE_SECONDS = 30.0
-"""How long a request may still reach the controller when hpml and its sbatch, both on this machine,
-are seen to be gone."""
+"""How long a request may still be on its way to the controller after hpml and its sbatch, both on
+this machine, have ended."""
 
 STALE_SECONDS = 15.0
-"""Oldest start with which sbatch may be called: well below what others wait before theirs."""
+"""Maximum age of a start marker when sbatch is called: well below the grace period of others."""
 
 AGAIN_SECONDS = 1.0
 """How often a waiting hpml checks whether another process has recorded the job."""
@@ -103,24 +103,31 @@ def _start(
 ) -> str | None:
     """Call sbatch as the start of that number and return the job's id.
 
-    None if another hpml has made that start, or may treat ours as failed.
+    None if another hpml has made that start, or may regard ours as failed.
     """
     waits_for = tuple(Dependency(run["job_id"], run["end"]) for run in after)
     request = replace(request_of(submission, environment), after=waits_for)
     arguments = scheduler.arguments(request)
     encoded = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+    # Before the marker: whoever recovers this start sees exactly what sbatch was asked to do.
+    # NUL-separated, because an argument may hold any other character.
     write_text(submission.directory / "arguments", encoded)
     before = clock()
+    # The marker is created exclusively. Of several processes that start the same number, one
+    # succeeds, and it is on disk before sbatch exists: from here on nobody may conclude that no job
+    # was made.
     if not submission.mark_started(now=before, number=number):
         return None
     if clock() - before >= STALE_SECONDS:
-        # If the file server hung, other processes may treat this start as failed.
+        # The file server hung while the marker was written. Others measure their grace period from
+        # the marker's time and may already treat this start as failed.
         return None
     try:
         job_id = scheduler.submit(request, arguments)
     except SchedulerUnavailable as error:
         raise SchedulerUnavailable(str(error), hint=_hint(submission)) from error
     except SchedulerError as error:
+        # Recorded, because a refusal is final: `--resume` must report it rather than submit again.
         submission.record_refusal(str(error), now=clock())
         raise
     submission.record_job(job_id, how="sbatch", now=clock())
@@ -133,7 +140,7 @@ def determine_outcome(
     """Determine whether a submission without a recorded job has one; never submits.
 
     Returns:
-        `Found` (the job is recorded), `Absent` (no job exists or will exist), or `Undecided` with
+        `Found` (the job is recorded), `Absent` (no job exists or ever will), or `Undecided` with
         the reason and when to ask again.
 
     Raises:
@@ -141,12 +148,15 @@ def determine_outcome(
     """
     record = submission.record()
     try:
+        # On another cluster neither queue nor accounting knows the job. Without this check that
+        # would count as proof that there is none, and a second one would be submitted here.
         where = elsewhere(str(record.get("cluster", "")), scheduler)
     except SchedulerUnavailable as error:
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
     if where:
         raise not_here(where, field="RUN", value=submission.sid)
-    starts = submission.starts()  # before the query: it does not cover later starts
+    # Read before the query, because the query's answer says nothing about later starts.
+    starts = submission.starts()
     started, created = submission.started_at(), float(record["created"])
     outcome = recover(
         scheduler,
@@ -156,16 +166,21 @@ def determine_outcome(
         sbatch_started_at=started,
         attempt_job_ids=_claimed_ids(store, submission),
         now=now,
+        # The full grace period covers an sbatch on another login node, which nobody here can see.
+        # If hpml and its sbatch were on this machine and are gone, only a request in flight
+        # remains.
         grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
     if isinstance(outcome, Absent) and started is None:
-        # The hpml that prepared it a moment ago may be about to call sbatch.
+        # No marker, but the hpml that prepared this submission may be just about to write it.
         recent = abs(now - created) < GRACE_SECONDS
         submitter = Owner.parse(record.get("submitter", {}))
         if recent and submitter and owner_is_alive(submitter):
             return Undecided("hpml is about to call sbatch", AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=now)
+    # Remembered together with the number of starts, so that a listing need not query Slurm for it
+    # again. Another start makes it void.
     elif isinstance(outcome, Absent):
         with contextlib.suppress(RecordError):  # another user's
             submission.record_absence(starts)
@@ -194,7 +209,7 @@ def next_outcome(
         now: seconds since the epoch.
     """
     start, following = attempt.newest_start(), attempt.next
-    # A start whose job is on record left nothing that could still appear.
+    # A start whose job is on record has nothing left to appear.
     answered = start is None or bool(following and following["time"] >= start.time)
     gone = start is not None and bool(start.owner and not owner_is_alive(start.owner))
     outcome = recover(
@@ -216,9 +231,10 @@ def next_outcome(
 
 
 def known_absent(store: Store, submission: Submission) -> Absent | None:
-    """Return that a submission has no job, if `determine_outcome` has found so before; else None.
+    """Return `Absent` if `determine_outcome` has found before that there is no job, else None.
 
-    Nobody is asked: it holds until sbatch is called again, or a job of it shows up in its records.
+    This queries no scheduler. It holds until sbatch is called again or a job shows up in the
+    records.
     """
     answered = read_text_or_nothing(submission.directory / "sbatch.out").strip()
     if answered or not submission.is_absent(submission.starts()):
@@ -247,10 +263,10 @@ def resume(
 ) -> str:
     """Complete a submission that was interrupted, and return its job's id.
 
-    The job is looked for first. It is submitted only when it is certain that there is none and that
-    no sbatch of an earlier hpml can still make one; of several hpml that find so at the same time,
-    one submits it. `after` returns which of the runs that it waits for are not over yet, as
-    `pending_dependencies` does; those on record count when it is left out.
+    The job is searched for first. It is submitted only once it is certain that there is none and
+    that no sbatch of an earlier hpml can still create one; if several hpml find so at the same
+    time, one of them submits it. `after` returns which of the runs that it waits for are not over
+    yet, as `pending_dependencies` does; by default the recorded ones count.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one. Or it
@@ -265,13 +281,18 @@ def resume(
         refused = submission.refused()
         if refused is not None:
             raise _was_refused(submission, str(refused["reason"]))
-        starts = submission.starts()  # before the query: it does not cover later starts
+        # Read before the query. If another hpml starts sbatch meanwhile, the number of our start is
+        # taken, and `_start` returns None instead of making a second job.
+        starts = submission.starts()
         outcome = determine_outcome(store, submission, scheduler, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
         if isinstance(outcome, Absent) and outcome.refused:
             raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
+            # The runs that it waits for may have ended since. Slurm treats a job id that it has
+            # forgotten as a dependency that is fulfilled, so they are judged again by their
+            # records.
             runs = submission.record().get("after", [])
             if after is not None and runs:
                 runs = after([f"{run['end']}:{run['run']}" for run in runs])
@@ -282,7 +303,8 @@ def resume(
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
         left = outcome.retry_after
         while left > 0 and submission.job() is None and submission.refused() is None:
-            sleep(min(left, AGAIN_SECONDS))  # another hpml may record the answer meanwhile
+            # Short naps: another hpml may record the answer meanwhile.
+            sleep(min(left, AGAIN_SECONDS))
             left -= AGAIN_SECONDS
 
 

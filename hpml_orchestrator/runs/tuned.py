@@ -250,6 +250,8 @@ class _Writer:
         job = Job.model_validate(changed)
         wanted, now = job.model_dump(mode="json"), self._load(text).job.model_dump(mode="json")
         whole = _written_fields(Job.model_validate(base))
+        # The run may differ from its file by --set or by edits made since. Those come first, with a
+        # comment of their own, so that the diff shows which lines are the advice.
         for name, value in list(differences(base, now)):
             given = whole.get(name, value)
             text = self._set(text, name, given, whole, f"as it was in {self._label}")
@@ -257,6 +259,8 @@ class _Writer:
             text = self._set(text, name, value, _written_fields(job), reasons[name])
         resolved = self._load(text)
         found = resolved.job.model_dump(mode="json")
+        # Editing text is fragile: an anchor or alias may have changed more than one field. Only a
+        # reread job file proves that the result is the wanted job.
         rest = [name for name, _ in differences(wanted, found)]
         if rest:
             raise CannotEditError(f"{', '.join(rest)} would not become what it should be")

@@ -51,6 +51,8 @@ _UNFINISHED = frozenset(
 
 
 STATE_FLAGS = {
+    # squeue may print a flag in place of the base state: a job whose ranks are in their grace time
+    # is SIGNALING, for example, and still runs.
     "EXPEDITING": JobState.PENDING,  # 25.11: requeued with the highest priority
     "LAUNCH_FAILED": JobState.FAILED,
     "POWER_UP_NODE": JobState.CONFIGURING,

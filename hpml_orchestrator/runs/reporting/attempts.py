@@ -27,7 +27,7 @@ _NO_FAILURE = ("CANCELLED", "COMPLETED")
 class AttemptReport:
     """One attempt; times are seconds since the epoch, steps count over all attempts.
 
-    None means: not known. The seconds are 0 if nothing was lost.
+    None means unknown. The seconds are 0 if nothing was lost.
     """
 
     number: int  # counted from 0
@@ -159,6 +159,7 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
             exit_code=end["exit_code"],
             goes_on=end.get("goes_on") is True,
         )
+    # A job that waits again has left its last attempt: the state is that of the next one.
     elif is_last and not state.waits:
         over = parse_state(state.state).over
         report = replace(
@@ -171,6 +172,8 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
     if begun is not None:
         report = replace(report, started=begun.time, nodes=str(begun.data.get("nodes", "")))
     following = attempt.next
+    # Only a user's requeue is a pause. An announced continuation waits in the queue, and that time
+    # counts as lost.
     if following and not report.goes_on:
         report = replace(report, continued=following["time"])
     return _with_training(report, timeline, end or {})

@@ -88,12 +88,16 @@ def read_binding(
     verified = len(places)
     for record in records:
         place = _recorded(record)
+        # setdefault: the agent's verification of a rank counts more than what the rank wrote about
+        # itself.
         places.setdefault((place.node, place.local_rank), place)
     sizes = [record["world_size"] for record in records if record.get("world_size")]
+    # A node that died left no proof and no record. Its ranks are missing from any single source,
+    # but not from the world size that the other ranks know.
     total = max([len(places), sum(proof.expected for proof in proofs), *sizes])
     ended = attempt.ended
     failed = ended is not None and ended.get("reason") == "binding"
-    # Nothing is recorded before the ranks start.
+    # Before the ranks start there is nothing to record, so silence means nothing.
     planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
     had_ranks = ended is not None and (planned or failed or ended.get("exit_code") == 0)
     line = ""
@@ -174,6 +178,8 @@ def _line(
         policy, verify = str(asked.get("policy", "?")), str(asked.get("verify", "warn"))
     of_all = f"of {counted(total, 'rank')}"
     wrong = sum(bool(rank.wrong) for proof in proofs for rank in proof.ranks)
+    # From bad to good: one rank in the wrong place matters more than a proof that is missing, and
+    # the line must never read as proven while a rank is in doubt.
     if wrong:
         return f"{policy}, {wrong} {of_all} WRONG", True
     if unreadable:

@@ -273,6 +273,7 @@ def _hours_of_attempt(attempt: Attempt, state: State, asked: tuple[int, int], no
     end = end or attempt.last_written
     allocated = dict(begun.data) if begun else {}
     cpus, gpus = allocated.get("cpus"), allocated.get("gpus")
+    # A job that asked for no GPUs may record no number of them: it had none, which is certain.
     if gpus is None and not asked[0]:
         gpus = 0
     if isinstance(cpus, int) and isinstance(gpus, int):

@@ -63,6 +63,7 @@ def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
     """Return the figures that the last counters of the ranks give."""
     steps: dict[int | None, list[Event]] = defaultdict(list)
     for event in events:
+        # Old counters say nothing about now: a rank may be in an evaluation, or hang.
         if event.event == "step" and now - event.time < _STALE_SECONDS:
             steps[event.rank].append(event)
     rate, waited, stepped = 0.0, 0.0, 0.0

@@ -156,6 +156,8 @@ def _joined(gpus: Sequence[MonitoredGpu]) -> MonitoredGpu:
         elif "_peak_" in name:
             figures[name] = max(values)
         else:
+            # Means of GPUs that were monitored for different times are weighted by the time: a node
+            # that joined late must not count as much as one that ran for hours.
             weights = seconds if any(seconds) else [1.0] * len(values)
             figures[name] = sum(map(mul, values, weights)) / sum(weights)
     return MonitoredGpu(
@@ -185,6 +187,7 @@ def monitor_lines(
     absent = sorted(set(ready) - {node.node for node in nodes})
     if absent:
         lines.append(f"no data of {first_few(absent, _SHOWN_NODES)}")
+    # `updated` of the whole is the oldest of all nodes, so a single killed monitor shows.
     missing = 0.0 if ended is None else ended - whole.updated
     if missing > _MISSING_SECONDS:
         lines.append(f"the last {seconds_text(missing)} are missing: the monitor was killed")

@@ -76,7 +76,7 @@ def staged_lines(entries: Sequence[StagedEntry]) -> list[str]:
         if entry.evicted:
             text += f"; removed to make room: {', '.join(entry.evicted)}"
         lines.append(f"{entry.name}: {text}")
-        # Digests of different functions differ, as on nodes with and without xxhash.
+        # Nodes with and without xxhash use different functions, whose digests cannot be compared.
         functions = [digest.partition(":")[0] for digest in entry.digests]
         if len(set(functions)) < len(functions):
             lines.append(f"{entry.name}: the nodes do NOT have the same data, by their digests")
@@ -89,9 +89,9 @@ def collected_lines(
     """Return lines about the entries of `collect`.
 
     Args:
-        nodes: what each node wrote down of them.
-        sources: as the job file has them.
-        silent: nodes that wrote nothing down, though the job is over.
+        nodes: what each node recorded about them.
+        sources: as in the job file.
+        silent: nodes that recorded nothing although the job is over.
     """
     lines = []
     for index, source in enumerate(sources):

@@ -96,17 +96,22 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     last_step = dict(timeline.steps[0][-1].data) if 0 in timeline.steps else {}
     training = timeline.grown()
     rate = _rate(timeline, training)
+    # The program's own figure wins. If it is null, the program measured no rate, and counters over
+    # the same time would only pretend to know one.
     if "samples_per_second" in result:
         rate = numbers(result).get("samples_per_second") or None
     bindings = attempt.bindings()
     ranks = [numbers(record) for record in bindings]
     bound = binding_of(state, bindings)
     script_ended = None if attempt.ended is None else float(attempt.ended["time"])
-    # The scheduler's time may be rounded; the script's comes before the scheduler clears up.
+    # The scheduler's end may be rounded to seconds, and the script's own end comes before the
+    # scheduler's clean-up. The later of the two is the end of the job.
     ends = [end for end in (state.ended, script_ended) if end is not None]
     monitored = monitored_nodes(attempt)
     collected = attempt.markers("collected")
     told = {row["node"] for node in collected for row in node["entries"]}
+    # A node that was to collect results and wrote nothing down lost them, perhaps with its power.
+    # Only silence after the end proves it: before, it may still be copying.
     owing = [event.node for event in ready if event.data.get("collect")]
     silent = [node for node in owing if state.over and node not in told]
     sources = recorded_job(state.submission).collected if owing else ()

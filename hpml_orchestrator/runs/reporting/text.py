@@ -60,7 +60,7 @@ def summary_lines(
         f"{name} {count}x, last {clock_text(last)}"
         for name, (count, last) in summary.signals.items()
     ]
-    # a reason that is about one rank is left out where `binding` counts all
+    # The reason names one rank; leave it out where `binding` counts all of them.
     reason = "" if summary.binding_failed else state.reason
     described = describe(state, summary)
     number = 0 if life is None or len(life.attempts) == 1 else len(life.attempts)

@@ -28,7 +28,7 @@ class Phase:
 
 
 class Timeline:
-    """The few of an attempt's events that a summary needs, gathered in one pass.
+    """The events of an attempt that a summary needs, gathered in one pass.
 
     Args:
         events: of one attempt, in any order.
@@ -40,8 +40,8 @@ class Timeline:
         result: the last that a rank reported.
         trained: when a rank last reported counters or a result.
         steps: each rank's first and last counters in order, of every start of the rank.
-        certain_steps: that checkpoints, resumed ranks and ranks that stopped have named.
-        saved_steps: those of checkpoints.
+        certain_steps: named by checkpoints, resumed ranks and ranks that stopped.
+        saved_steps: named by checkpoints.
         saves: the seconds of each checkpoint, by rank.
         links: addresses by name; of two with the same name, the last.
     """
@@ -103,6 +103,8 @@ class Timeline:
         signals = {}
         for name, nodes in self._signals.items():
             of_script = nodes.get("batch", (0, 0.0))[0]
+            # A signal to a step reaches every node's agent. The largest count is how often it was
+            # sent; the sum would multiply it by the number of nodes.
             counts = [count for node, (count, _) in nodes.items() if node != "batch"]
             last = max(last for _, last in nodes.values())
             signals[name] = of_script + max(counts, default=0), last
@@ -111,13 +113,13 @@ class Timeline:
     def grown(self) -> list[dict[str, float]]:
         """Return each rank's counters since the warm-up ended, see `Summary.training`.
 
-        All figures of the training are made of these, so that they agree. Counters of a rank that
-        was started again begin at 0: what it counted before that is added.
+        All figures of the training derive from these, so that they agree. The counters of a rank
+        that was restarted begin at 0 again; what it had counted before is added.
         """
         ranks = []
         for rank, counters in sorted(self.steps.items()):
             # The first event is the origin, not part of the sum: what was counted before it belongs
-            # to the warm-up. A drop of `steps` means that the rank was started again from 0.
+            # to the warm-up. A drop of `steps` means that the rank has restarted from 0.
             seconds = counters[-1].time - counters[0].time
             figures = {"rank": float(rank), "seconds": seconds}
             before = _totals(counters[0])

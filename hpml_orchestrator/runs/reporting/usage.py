@@ -122,7 +122,8 @@ def stored_usage(
         queries = {
             "jobs": f"count {by} (count by ({', '.join({*GROUPS['job'], *labels})}) ({gpus}))",
             "gpu": f"sum {by} ({gpus})",
-            # of the same jobs: a GPU without activity, such as a MIG instance, is not unused
+            # Only hours of jobs whose activity is known: a MIG instance reports none, and must not
+            # count as unused.
             "measured": f"sum {by} ({gpus} and on (cluster, jobid) {busy})",
             "busy": f"sum {by} ({busy})",
             "joules": f"sum {by} ({stored('gpu_energy_joules')})",
@@ -138,7 +139,7 @@ def stored_usage(
     if selection.min_unused_hours:
         unused += f" >= {selection.min_unused_hours * _SECONDS_PER_HOUR:.0f}"
         rows = f"topk({selection.number}, {unused})"
-    else:  # jobs without any activity come last
+    else:  # -1 puts jobs without known activity last
         rows = f"topk({selection.number}, {unused} or (sum {by} ({gpus}) * 0 - 1))"
     every = {f"row-{name}": query for name, query in figures(labels, rows).items()}
     every |= {f"sum-{name}": query for name, query in figures((), "").items()}
