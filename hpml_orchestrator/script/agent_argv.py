@@ -22,9 +22,9 @@ _SIZES = ("shared_rate", "link_rate", "disk_rate")
 
 
 def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
-    """Return option and value of each argument; objects leave out what is as by default.
+    """Return option and value of each argument; objects omit fields that have their default.
 
-    Of the site's file system only the values that this job's staging needs are included.
+    Of the site's staging settings only those that this job needs are included.
     """
     options = {"--bind": _bind(job), "--site": _site(job, site)}
     if job.monitor.enabled:
@@ -55,7 +55,7 @@ def bases_of(job: Job) -> list[str]:
 
 
 def _json(fields: dict[str, object]) -> str:
-    # Not escaped to ASCII: a path is bytes, which the node's locale may read differently.
+    # Not escaped to ASCII: a path is bytes, and the node's locale may decode an escape differently.
     return json.dumps(fields, ensure_ascii=False)
 
 

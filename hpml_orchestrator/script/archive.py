@@ -1,8 +1,7 @@
 """The files that a script needs next to it: `hpml-job.sh`, its functions, and `hpml-node.pyz`.
 
-`hpml-node.pyz` is all of hpml's Python that the nodes need: a zip archive of its modules.
-
-Its commands run as `python -I -S hpml-node.pyz COMMAND …`.
+`hpml-node.pyz` holds all of hpml's Python that the nodes need: a zip archive of modules. Its
+commands run as `python -I -S hpml-node.pyz COMMAND …`.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ def node_files() -> dict[str, bytes]:
 def build() -> bytes:
     """Return the archive's bytes; equal sources give equal bytes with equal interpreters.
 
-    Beside each source is its bytecode of this interpreter; others see its magic number and read the
-    source. All is stored uncompressed, so that a rank's start pays for neither.
+    Next to each source is its bytecode for this interpreter; another one sees the magic number and
+    compiles the source. Everything is stored uncompressed: a rank's start pays neither for
+    compiling nor for inflating.
     """
     files = {"__main__.py": _MAIN.encode()}
     sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py", _PACKAGE / "log.py"]
@@ -53,7 +53,7 @@ def build() -> bytes:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:
         name, data = source.relative_to(_PACKAGE.parent).as_posix(), source.read_bytes()
-        # What Python keeps in __pycache__: compiling all anew would take 0.2 s of each submission.
+        # The loader reuses __pycache__; compiling everything takes 0.2 s of each submission.
         code = SourceFileLoader(name, str(source)).get_code(name)
         assert code is not None  # noqa: S101 - None is for extension modules
         head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(data)
@@ -62,6 +62,8 @@ def build() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in files.items():
+            # A fixed date: with the time of the build, each submission would have another archive,
+            # and equal ones could not share a file.
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data)
     return buffer.getvalue()
 

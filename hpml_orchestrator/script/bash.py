@@ -45,7 +45,8 @@ def check_setup(lines: str, origin: str) -> None:
 def _bash_complaint(script: str) -> str:
     """Return the complaint of `bash -n` about a script; nothing of it is run."""
     environment = {key: value for key, value in os.environ.items() if key != "BASH_ENV"}
-    options = ["-O", "extglob"] if "extglob" in script else []  # which -n does not switch on
+    # `-n` runs nothing, so a `shopt -s extglob` in the script has no effect on what follows it.
+    options = ["-O", "extglob"] if "extglob" in script else []
     try:
         process = subprocess.run(
             ["bash", "--norc", "--noprofile", *options, "-n"],

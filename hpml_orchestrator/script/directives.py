@@ -70,7 +70,8 @@ def can_requeue(site: Site | None) -> bool:
 
 def _own_options(job: Job, site: Site | None = None) -> list[str]:
     resources = job.resources
-    # mpirun counts the tasks of a node as the slots that it has there.
+    # torchrun starts the ranks of a node itself, from one task. mpirun takes the number of tasks on
+    # a node as the number of slots there.
     tasks = 1 if job.launcher == "torchrun" else resources.ranks
     options = [
         f"--job-name={job.name}",
@@ -124,6 +125,8 @@ def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
     else counts as what it became: a constraint that became a preference keeps no job out.
     """
+    # A renamed count is still the same request, for example GPUs by --gres. Keep it under its own
+    # name, or the check would see a job without GPUs.
     kept = {
         name: rule for name, rule in rules.items() if name not in _COUNTS or rule.rename is None
     }

@@ -163,6 +163,8 @@ def _needed_variables(job: Job) -> list[str]:
             for name in PLACEHOLDER.findall(text)
             if name.startswith("env.")
         ]
+        # Variables are exported in order: one may use `{env.NAME}` of an earlier one, while its own
+        # name and those of later ones must come from the environment.
         needed |= dict.fromkeys(name for name in names if name not in known)
         known.add(variable)
     return list(needed)
@@ -207,7 +209,7 @@ def _container(
     targets = [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
     saved = job.checkpoint
     shared = [("checkpoint.directory", saved.directory)] * (saved.enabled and saved.is_shared)
-    # colons and commas divide the parts of a mount's option
+    # Colons and commas separate the parts of a mount option, and no engine can escape them.
     for field, path in code + targets + shared:
         if ":" in path or "," in path:
             message = "must have neither colon nor comma if the ranks run in a container"
@@ -218,6 +220,8 @@ def _container(
     names = [f"stage.{stage.name}" for stage in job.stage]
     names += [f"{name}.dir" for name in own_directories(job)]
     names += ["checkpoint.dir"] * bool(shared)  # any other is in the run's directory
+    # Mounted at the same paths inside, so that an argument with a path means the same with and
+    # without a container.
     staged = [f"${template.variable(name)}" for name in names]
     own = ["$hpml_submission", "$HPML_RUN_DIR"]
     if container.engine == "apptainer":

@@ -36,6 +36,7 @@ class Raw(str):
 
 def quote(value: object) -> Raw:
     """Return a value as one shell word for exactly that text."""
+    # Quoting twice would pass the quotes on to the program as text.
     if isinstance(value, Raw):
         return value
     return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it
@@ -68,7 +69,7 @@ def word(value: object) -> Raw:
     """
     if isinstance(value, Raw):
         return value
-    # texts and the placeholders between them take turns
+    # `split` with a group alternates: even parts are text, odd ones placeholders.
     parts = PLACEHOLDER.split(str(value))
     shell = [
         f'"${variable(part)}"' if index % 2 else shlex.quote(unescaped(part))
@@ -117,13 +118,18 @@ def variable(placeholder: str) -> str:
 class ScriptEnvironment(jinja2.Environment):
     """Renders sbatch templates, hpml's own and users'."""
 
-    # What super(), a macro or a set block returns is shell code: its values are quoted already.
+    # super(), a macro and a set block return shell code whose values are quoted already. Without
+    # this they would come back as plain text and be quoted as one word.
     concat = staticmethod(lambda parts: Raw("".join(parts)))
 
     def __init__(self, loader: jinja2.BaseLoader) -> None:
         super().__init__(
             loader=loader,
+            # A misspelt variable in a user's template must fail here. An empty text would render as
+            # a script that runs, with an argument missing.
             undefined=jinja2.StrictUndefined,
+            # Safe by default: every expression passes through here, also in templates of users who
+            # never think of quoting.
             finalize=quote,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -152,6 +158,8 @@ def environment(directory: str | None = None) -> ScriptEnvironment:
         return ScriptEnvironment(own)
     if not os.access(directory, os.R_OK | os.X_OK) or not os.path.isdir(directory):
         raise InputError("does not exist, or is not readable", field="templates", value=directory)
+    # A user's `torchrun.sh.j2` hides hpml's file of that name. The prefix keeps the original
+    # reachable, so that it can be extended.
     prefixed = jinja2.PrefixLoader({"hpml": own})
     return ScriptEnvironment(
         jinja2.ChoiceLoader([prefixed, jinja2.FileSystemLoader(directory), own])
@@ -184,7 +192,7 @@ def _fault(error: Exception, directory: str, name: str) -> InputError:
     if isinstance(error, jinja2.TemplateSyntaxError):
         place, kind = f"{error.filename or place}:{error.lineno}", ""
     frame = error.__traceback__
-    while frame is not None:  # the innermost line of a template
+    while frame is not None:  # the last match is the innermost line of a template
         file = frame.tb_frame.f_code.co_filename
         if file.startswith(os.path.join(directory, "")):
             place = f"{file}:{frame.tb_lineno}"
