@@ -75,6 +75,8 @@ def read_secret(path: str, option: str) -> str:
     """
     try:
         with open(path, encoding="utf-8") as file:
+            # Of the open file, not of the path: the file could be swapped between the check and the
+            # read.
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read().strip()
     except UnicodeDecodeError:

@@ -79,6 +79,8 @@ def parse_array(value: object) -> ArraySpec:
     if percent and (not _NUMBER.fullmatch(limit) or int(limit) < 1):
         raise ValueError("must have a number above zero behind the %: how many tasks run at once")
     indices: set[int] = set()
+    # Lengths are checked before a range is expanded: `0-4000000` must fail at once, not after it
+    # has filled the memory.
     for span in [_span(part.strip()) for part in body.split(",")]:
         if span[-1] > _MAX_INDEX:
             raise ValueError(f"must have indices up to {_MAX_INDEX}, which is the most Slurm takes")
@@ -110,6 +112,8 @@ def row_covers_task(shown_id: str, job_id: str) -> bool:
         return True
     if not tasks.startswith("["):
         return False
+    # A long list is cut at its end, and indices are in ascending order. So a task beyond the last
+    # index that is shown may be in the row, one before it cannot.
     named, last_before_cut = _named(tasks)
     return int(task) in named or (last_before_cut is not None and int(task) > last_before_cut)
 
@@ -133,7 +137,7 @@ def _named(tasks: str) -> tuple[frozenset[int], int | None]:
 
 
 def _written(value: int | str) -> str:
-    """Return a number as the job file has it: YAML reads 1_3 as 13, which nobody means here."""
+    """Return a number as the job file spells it: YAML reads 1_3 as 13, which nobody means here."""
     return str(getattr(value, "written", value))
 
 

@@ -44,6 +44,8 @@ def read_mapping(
         if not stat.S_ISREG(os.stat(source).st_mode):
             raise InputError(f"{source} is not a regular file")
         with source.open("rb") as stream:
+            # One byte more than is allowed tells a file that is too large, without reading all of a
+            # pipe or of /dev/zero.
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         hint = f"a minimal {kind} has {_MAPPINGS[kind]}"
@@ -133,6 +135,8 @@ def parse_yaml(text: str, source: str) -> Any:
         InputError: it is not YAML, has a key twice, or is over 200,000 values or 32 levels once
             aliases are followed.
     """
+    # The pure Python reader, since YAML 1.2 matters: in 1.1, which libyaml reads, `10:00` is the
+    # number 600 and `off` is false.
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     try:

@@ -144,10 +144,13 @@ def _replaced(
         for key in [str(key.value) for key, _ in node.value]:
             if key not in value:
                 text = _set(text, [*path, key], None)
+        # Field by field, so that comments between unchanged fields stay where they are.
         for key, inner in value.items():
             text = _set(text, [*path, key], inner)
         return text
     is_list = isinstance(node, SequenceNode) and isinstance(value, list)
+    # Only if no entry has to go: a list that shrinks is written anew, since comments between
+    # entries could not be assigned any more.
     if is_list and isinstance(value, list) and len(value) >= len(node.value or ()) > 0:
         for index, inner in enumerate(value):
             text = _set(text, [*path, str(index)], inner)
@@ -214,6 +217,8 @@ def _without(text: str, around: Node, node: Node) -> str:
 
 def _end(text: str, node: Node) -> int:
     if isinstance(node, ScalarNode):
+        # The end mark of a block scalar is after the blank lines that follow it. Those belong to
+        # the document, not to the value.
         end = int(node.end_mark.index)
         is_block = node.style in ("|", ">") or end == node.start_mark.index
         return len(text[:end].rstrip()) if is_block else end

@@ -1,7 +1,7 @@
 """Load a job: command line over job file over site profile over defaults.
 
-`origins` is kept next to the values while they are merged: dotted field -> source. Only leaves have
-an origin, so a mapping of the command line must first remove the origins of the fields inside it.
+While values are merged, `origins` keeps the source of each dotted field. Only leaves have an
+origin, so a mapping from the command line must first remove the origins of the fields inside it.
 The site's defaults come last because they depend on the job: a job with conda ignores the site's
 venv.
 """
@@ -77,6 +77,7 @@ def load_job(
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
+    # A sweep loads thousands of jobs from one file and changes each: copy what is shared.
     fields = read_fields(path) if fields is None else copy.deepcopy(fields)
     data = {name: expand_shorthand(name, value) for name, value in fields.items()}
     # `given` has the origin of each field, for `--explain`. It changes with `data`: a setting of
@@ -113,6 +114,8 @@ def load_job(
         data["args"] = [*args, *arguments] if isinstance(args, list) else args
         given["args"] = "command line"
     data.setdefault("workdir", ".")
+    # Before validation, so that one run reports the faults of all kinds: pydantic's errors and
+    # these come in one message.
     problems = [*_unknown_placeholders(data, points), *_wrong_targets(data)]
     make_absolute(data, source.parent)
     # `hpml bench` has no job file: its fields are given, and the path only places them.
@@ -232,7 +235,7 @@ def _placeholder_faults(
         shown, name = match[0], match[1]
         follows_dollar = value[: match.start()].endswith("$")
         if not PLACEHOLDER.fullmatch(shown):
-            # ${name} is of a shell or of OmegaConf; a word of code may hold {an.expression}
+            # ${name} belongs to a shell or to OmegaConf, and code may contain {an.expression}.
             meant = None if follows_dollar else intended_placeholder(name, known)
             around = value.replace(shown, "")
             if meant is None or (not meant and "." in name and re.search(r"[\s'\"()]", around)):
@@ -259,6 +262,8 @@ def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_
         if at_start:
             late = f"{{{name}}} is not known here: it is read after environment.setup"
             return "" if rest in NODE_DIRECTORIES else late
+        # The launcher sets these in each rank's process. In the batch script they are empty or,
+        # worse, those of the first task.
         per_rank = f"{{{name}}} is not the same in all ranks: read {rest} in the program"
         return per_rank if rest in PER_RANK else ""
     return _names_nothing(f"{{{name}}}", nearest(name, [*FIXED_PLACEHOLDERS, *known]))
@@ -329,11 +334,15 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     ) -> None:
         owner = fields if isinstance(fields, dict) else {}
         path = owner.get(name)
+        # Nothing is validated yet. A value of a wrong type passes, and the model reports it; a URL
+        # is no path.
         if not isinstance(path, str) or not path or "\0" in path or "://" in path:
             return
         if "/" in path or not may_be_name:
             owner[name] = os.path.normpath(os.path.join(root, os.path.expanduser(path)))
 
+    # The order matters: the script is relative to the workdir, as it is for the program itself, and
+    # all else to the job file.
     resolve(data, "workdir")
     workdir = data.get("workdir")
     resolve(data, "script", workdir if isinstance(workdir, str) else base)
@@ -349,7 +358,7 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     if isinstance(directory, str) and directory.startswith("~"):
         checkpoint["directory"] = os.path.expanduser(
             directory
-        )  # a relative one is in the run's directory
+        )  # a relative one stays relative: it is in the run's directory
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
     environment = data.get("environment")

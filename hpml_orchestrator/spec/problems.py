@@ -92,7 +92,8 @@ def problems_of(
     problems = []
     for finding in error.errors(include_url=False):
         is_unknown = finding["type"] == "extra_forbidden"
-        # pydantic adds names between the user's; an unknown field ends with the user's
+        # pydantic puts names of its validators between the user's; the last part of an unknown
+        # field is always the user's own word.
         *inner, last = finding["loc"] or ("",)
         parts = [part for part in inner if not _is_internal(part)]
         parts += [last] * (is_unknown or not _is_internal(last))
@@ -168,7 +169,7 @@ def _nearest_field(place: list[str], model: type[BaseModel]) -> str:
     if synonym and model is Job and ".".join(parents) in _PLACES:
         return synonym
     around: type[BaseModel] = model
-    for part in parents:  # an index or a user's own name stays in the model that it is of
+    for part in parents:  # an index or a user-chosen name does not lead into another model
         if part in around.model_fields:
             around = _inner_model(around.model_fields[part].annotation) or around
     near = nearest(word, around.model_fields)

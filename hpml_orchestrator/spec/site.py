@@ -355,6 +355,8 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     for path in paths:
         fields = read_mapping(path, "site profile")
         _make_absolute(fields, path.parent)
+        # A rule replaces the weaker profile's rule as a whole. Joined key by key, `forbid` of one
+        # file and `rename` of another would be a rule that nobody wrote.
         data = merged(data, fields, whole="directives")
         given = leaves(fields, empty=False)
         origins = {
@@ -372,6 +374,8 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     if isinstance(defaults, dict):
         fields = {name: value for name, value in defaults.items() if name not in PER_JOB}
         try:
+            # The defaults of a site are fields of a job. Validate them as one now, so that their
+            # fault names this profile instead of a user's job file.
             Job.model_validate({"name": "site", "command": ["true"], **fields})
         except ValidationError as error:
             problems += problems_of(error, Job, "defaults.")

@@ -68,10 +68,12 @@ def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
+        # A shared profile that was moved away must not silently take its rules with it.
         if path.is_symlink():
             raise _unfit(path, "is a link that leads nowhere") from None
         return False
     except OSError as error:
+        # A closed directory on the way up belongs to somebody else, and so would its profile.
         if may_be_closed and isinstance(error, PermissionError) and not os.path.islink(path):
             return False
         raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
@@ -86,6 +88,8 @@ def _check_trusted(profile: Path, job_file: Path) -> None:
     with contextlib.suppress(OSError):  # a missing job file is reported elsewhere
         trusted.add(job_file.stat().st_uid)
     hint = f"if it is right, name it with `--site {profile}`; `--site none` uses no profile"
+    # A profile may name templates, and so any shell code. In a directory such as /scratch everybody
+    # can put one above a colleague's job file.
     if info.st_uid not in trusted:
         problem = "belongs to somebody who is neither you, nor root, nor the job file's owner"
         raise _unfit(profile, problem, hint)

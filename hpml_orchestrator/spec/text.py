@@ -58,7 +58,7 @@ _NAMED = re.compile(
     r"|stage|run|array|local|shm|job",
     re.IGNORECASE,
 )
-_MISSPELT = 0.8  # so that {epoch}, {index} and similar words remain text
+_MISSPELT = 0.8  # similarity; high, so that {epoch}, {index} and other words remain text
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
@@ -66,6 +66,7 @@ MAX_ARGUMENT_BYTES = 131_071
 MAX_PATH_BYTES = 4095
 _MAX_PORT = 65_535
 
+# A job's own SLURM_ or HPML_ variables would contradict those that Slurm and hpml set in the job.
 _RESERVED_PREFIXES = tuple("SLURM_ SLURMD_ SBATCH_ SRUN_ HPML_ PMI OMPI_ PRTE_ BASH".split())
 _RESERVED = frozenset(
     # a shell gives these a special meaning, or refuses to set them
@@ -127,7 +128,7 @@ def unescaped(text: str) -> str:
 def _unicode(value: str) -> str:
     if "\0" in value:
         raise ValueError("must not hold a NUL character")
-    try:  # JSON writes characters beyond U+FFFF as pairs of escapes, which YAML leaves apart
+    try:  # JSON escapes characters beyond U+FFFF as surrogate pairs, which YAML does not join
         return value.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         raise ValueError("must be valid Unicode text") from error

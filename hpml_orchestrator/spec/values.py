@@ -41,8 +41,8 @@ _PRINTED_SIZE = re.compile(
 _UNSET = 2**63
 _UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
 
-# a type or MIG profile with or without a count, or a count alone; a type that begins with a digit,
-# such as 2080ti or 3090, needs its count to differ from one
+# A type or MIG profile with or without a count, or a count alone. A type that begins with a digit,
+# such as 2080ti or 3090, needs a count, or it could not be told from one.
 _GPU = re.compile(
     r"(?:([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?"
     r"|(\d[\w.+-]{2,63}):(\d{1,4})|(\d{1,4}))",
@@ -73,6 +73,8 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
         seconds = first * _HOUR + second * _MINUTE + third
     elif fields[1] is not None:
         seconds = first * _MINUTE + second
+    # Some of Slurm's outputs print NO_VAL and INFINITE as plain numbers. As minutes they would be
+    # 8,000 years.
     elif first in _UNSET_32:
         return None
     else:
@@ -127,6 +129,8 @@ def parse_time_limit(text: str) -> int | None:
     """
     if text.strip().lower() in _NO_LIMIT or read_seconds(text) == 0:
         return None
+    # `2h` is hpml's own form. sbatch would refuse it, so an imported script or a directive must not
+    # pass with it.
     if read_span(text) is not None:
         raise ValueError(f"must be a time limit of sbatch: {_SLURM_FORMS}")
     return parse_time(text)
