@@ -149,8 +149,7 @@ def _replaced(
             text = _set(text, [*path, key], inner)
         return text
     is_list = isinstance(node, SequenceNode) and isinstance(value, list)
-    # Only if no entry has to go: a list that shrinks is written anew, since comments between
-    # entries could not be assigned any more.
+    # Only if no entry has to go: entries can be changed and appended one by one, not removed.
     if is_list and isinstance(value, list) and len(value) >= len(node.value or ()) > 0:
         for index, inner in enumerate(value):
             text = _set(text, [*path, str(index)], inner)
