@@ -69,10 +69,13 @@ def accounting_limits(
         selection: its account and QOS.
         tres: what the whole job is charged with.
     """
+    # Without enforcement sacctmgr still shows limits, but Slurm ignores them.
     if not {"limits", "safe"} & placement.cluster.limits.accounting_enforce:
         return
     request = placement.request
     owners = list(_limit_owners(placement, selection))
+    # Slurm takes the first owner that sets a limit and ignores the others, even stricter ones.
+    # Reporting every limit would refuse jobs that run.
     timed = [(name, owner, owner.max_seconds) for name, owner in owners if owner.max_seconds]
     for name, owner, seconds in timed[:1]:
         if request.minutes * 60 > seconds:
@@ -129,6 +132,7 @@ def _limit_owners(
     if own is not None:
         owners.append((f"partition {placement.partition.name} (by its QOS {own.name})", own))
     if selection.qos is not None:
+        # The partition's QOS comes before the job's, unless the job's QOS has this flag.
         index = 0 if "OverPartQOS" in selection.qos.flags else len(owners)
         owners.insert(index, (f"QOS {selection.qos.name}", selection.qos))
     yield from owners
@@ -157,6 +161,8 @@ def _association(request: JobRequest, cluster: Cluster) -> Association | None:
         if (_same(association.account, wanted) if wanted else association.default)
         and association.partition in ("", *partitions)
     ]
+    # An association with a partition is more specific than one for all of them, and Slurm prefers
+    # it.
     return max(fitting, key=lambda association: bool(association.partition), default=None)
 
 

@@ -140,9 +140,9 @@ def _cores(job: Job, shape: NodeShape, *, whole: bool) -> Iterator[CheckFinding]
 
 
 def _units(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
-    """More ranks without GPUs than sockets or domains, if each must have one.
+    """Yield a warning if there are more ranks than sockets or domains, if each must have one.
 
-    With GPUs it is the GPU's socket or domain that is meant, and sharing that is as usual.
+    With GPUs the policy means the GPU's socket or domain, and ranks usually share that.
     """
     policy, ranks = job.binding.policy, job.resources.ranks
     units = {"socket": shape.sockets, "numa": shape.domains}.get(policy, 0)
@@ -155,7 +155,7 @@ def _units(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
 
 
 def _idle(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
-    """Fewer ranks than GPUs: a domain whose GPUs have no rank keeps its cores idle."""
+    """Yield a warning if a domain's cores stay idle because its GPUs have no rank."""
     gpus, ranks = job.resources.gpu_count, job.resources.ranks
     several = max(shape.domains, shape.sockets) > 1  # a socket has at least one domain
     if job.binding.policy == "gpu-local" and ranks < gpus and several:

@@ -166,6 +166,8 @@ def data_argument(job: JobFields, *, before: float | None = None) -> DataArgumen
             found = DataArgument(field, f"{prefix}{{stage.data}}{inner}", entry)
             (named if option else bare).append(found)
     candidates = named[:1] or bare
+    # Two candidates are a guess. A wrong one would stage results or checkpoints, so none is
+    # proposed.
     return _checked(job, candidates[0]) if len(candidates) == 1 else None
 
 
@@ -220,6 +222,8 @@ def _entry(
         return None
     try:
         info = os.stat(path)
+        # What changed after the start may be the run's own result; staging it would copy it to
+        # every node and lose it there.
         if before is not None and info.st_mtime >= before:
             return None
         entry = {"name": "data", "source": path}

@@ -111,6 +111,8 @@ class DeadlineRunner:
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
         """Run a command with no more time than is left."""
+        # One deadline for all commands: each with a timeout of its own could add up to a minute,
+        # and a user waits for the submission.
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SchedulerUnavailable(f"no time was left for {argv[0]}")
@@ -160,8 +162,12 @@ def check_job(
         for index, stage in enumerate(job.stage)
         if targets and stage.name in targets
     ]
+    # The cluster, the data and the module system are slow in different ways and independent of each
+    # other: together they take as long as the slowest.
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         profile = site.site if site else None
+        # Compare what Slurm will get, after the site's rules. An option that the site drops cannot
+        # break a limit.
         asked = effective_job(job, profile.directives) if profile else job
         cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
         stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
@@ -201,8 +207,8 @@ def check_job(
         not_asked = _hidden(cluster)
         notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
-    if "disk.most" not in {finding.code for finding in findings}:
-        findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
+    if "disk.most" not in {finding.code for finding in findings}:  # reported already
+        findings += check_room(job, profile, disk_mib=sizes.disk_mib)
     not_checked = [*verdict.not_checked, *unseen]
     return CheckReport(errors_first(findings), not_asked, notes, verdict, not_checked)
 
@@ -290,6 +296,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
     if site is None:
         return verdict
     findings = verdict.findings
+    # The script sets no limit then, and the job gets the partition's default.
     if without_time(site.directives):
         findings = [finding for finding in findings if finding.field != "resources.time"]
     return dataclasses.replace(verdict, findings=[*_other_cluster(site, cluster), *findings])
@@ -324,6 +331,8 @@ def _binding(
         whole = whole or (bool(partitions) and all(part.exclusive for part in partitions))
         if not shapes:
             nodes = [node for part in partitions for node in cluster.nodes_of(part)]
+            # A warning once per kind of node: a partition has hundreds that are alike but for their
+            # name.
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
     return check_binding(job, shapes, whole=whole)

@@ -45,6 +45,7 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
         message = "a run of one attempt never continues after the ends that `requeue` names"
         hint = "give more attempts, or `requeue: []`"
         yield warning("checkpoint.attempts", "checkpoint.attempts", 1, message, None, hint)
+    # Only Slurm can act once the first node, with the batch script, is gone.
     if "node_failure" in own.requeue and not can_requeue(site):
         message = "this site requeues no jobs, and a job whose first node fails cannot submit its "
         message += "continuation"

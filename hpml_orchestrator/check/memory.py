@@ -1,6 +1,6 @@
 """Will a job fit into memory? Advice for `hpml advise`, and warnings for `hpml check`.
 
-`hpml check` starts nothing of the user's: it reads a stored advice and the record of the last run.
+`hpml check` never starts the user's program: it reads stored advice and the record of the last run.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _modified(job: Job) -> float:
 
 
 def save_advice(store: Store, job: Job, advice: Advice) -> None:
-    """Keep a measured advice for later checks; records that cannot be written are left alone."""
+    """Store measured advice for later checks; if the records cannot be written, do nothing."""
     if advice.how != "measured" or advice.host is None:
         return
     record = {
@@ -294,6 +294,7 @@ def _stored(job: Job, store: Store) -> Iterator[CheckFinding]:
     """Yield a warning if the job as it is now does not fit by a stored advice."""
     path = _path(store, job)
     record = read_json(path) if path.is_file() else None
+    # An edited program may need more or less: its old measurement proves nothing.
     if record is None or record["script_modified"] != _modified(job):
         return
     resources = job.resources
@@ -341,6 +342,7 @@ def _last_run(job: Job, store: Store) -> Iterator[CheckFinding]:
         if (now.ranks_per_node, now.gpus, now.ranks_per_gpu, now.nodes) != ranks:
             return
         asked = parse_size_mib(before["memory"] or 0)
+        # More memory than before may be enough, so the old end is no reason to warn.
         if not asked or now.memory is None or now.memory > asked:
             return
         used = aggregate_nodes(monitored_nodes(attempt))

@@ -194,6 +194,8 @@ class Probe:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         try:
             key, size = storage(tensor)
+            # Parameters are saved too, but they are counted as weights. A forked loader worker
+            # inherits the hooks and must not count for the rank.
             if key in self._known or os.getpid() != self._pid:
                 return tensor
             entry = self._saved.setdefault(key, [0, size])
@@ -314,6 +316,8 @@ class Probe:
         target = self.spec["output"]
         with open(f"{target}.new", "w", encoding="utf-8") as stream:
             json.dump(self.figures, stream)
+        # The program may be killed at any moment, for its memory of all reasons. A torn file would
+        # lose the figures of all steps before.
         os.replace(f"{target}.new", target)
 
     def end(self, end: str) -> NoReturn:

@@ -296,6 +296,7 @@ class _Run:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # Workers may have left the process group; the session still holds them.
             _kill_session(process.pid)
             process.wait()
         return status, text.read_text("utf-8", errors="replace")
@@ -310,8 +311,9 @@ class _Run:
                 for stat in live_processes()
                 if stat.session == process.pid and stat.pid != process.pid
             )
-            # Pages that the workers share with the rank become theirs as soon as it gives up its
-            # memory, which is before the kernel calls it ended. So it is read last.
+            # Pages that workers share with the rank become private to them as soon as the rank
+            # gives up its memory, which is before the kernel reports its end. Read the rank last,
+            # and drop the sample if it has none.
             own = _private_bytes(process.pid)
             if own:
                 self.workers = max(self.workers, others)
@@ -328,6 +330,8 @@ class _Run:
         }
         cores = min(self.job.resources.cpus_per_rank, os.cpu_count() or 1)
         with socket.socket() as probe:
+            # A free port, so that this run does not meet a training that already uses the default
+            # one.
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         return {

@@ -98,9 +98,10 @@ def _web_config(path: str, *, alone: bool) -> Iterator[CheckFinding]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the error of the exporter's reader about a file; empty if it accepts it.
+    """Return what the exporter's reader makes of a file; empty if it cannot be started.
 
-    It is a process, isolated as the job's exporter will be: no room imports the exporters.
+    It runs as a separate process, isolated as the job's exporter will be, because no room imports
+    the exporters.
     """
     argv = [sys.executable, "-I", "-m", "hpml_exporters.web.config", path]
     try:

@@ -53,11 +53,15 @@ def fit(placement: Placement) -> tuple[list[Node], list[CheckFinding]]:
     """
     request, partition = placement.request, placement.partition
     members = placement.cluster.nodes_of(partition)
+    # A node that is down counts: the job may wait for it. One that is FUTURE exists in the
+    # configuration only.
     nodes = [node for node in members if "FUTURE" not in node.states]
     needs = list(_needs(placement))
     fitting = [node for node in nodes if all(need.met(node) for need in needs)]
     if len(fitting) >= request.nodes:
         return fitting, []
+    # Name a single need that too few nodes meet. Only if each alone is met often enough is the
+    # combination at fault, and the message must say so.
     short = [need for need in needs if sum(map(need.met, nodes)) < request.nodes]
     if short:
         findings = [_short(placement, need, nodes) for need in short]
@@ -125,6 +129,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
 def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> CheckFinding:
     request, partition = placement.request, placement.partition
     having = sum(map(need.met, nodes))
+    # The n-th largest amount is the most that a job of n nodes can ask for.
     amounts = sorted(map(need.has, nodes), reverse=True)
     most = amounts[request.nodes - 1] if len(amounts) >= request.nodes else 0
     message = f"this job asks for {need.text}; "

@@ -98,6 +98,8 @@ def _on_path(
     hint: str,
 ) -> Iterator[CheckFinding]:
     """Yield a warning where a program is not found; modules and conda bring their own."""
+    # Modules, conda and containers bring programs that this machine cannot see; a guess would only
+    # produce false warnings.
     if software.modules or software.conda or software.container or "{" in program:
         return
     search = software.variables.get("PATH", environment.get("PATH", os.defpath))
@@ -151,6 +153,8 @@ def _without_torch(
     settings = prefix / "pyvenv.cfg"
     is_conda = (prefix / "conda-meta").is_dir()
     with contextlib.suppress(OSError):
+        # A venv with system packages may get PyTorch from outside, so its own directory proves
+        # nothing.
         is_closed = is_conda or "packages = true" not in settings.read_text("utf-8")
         if is_closed and not any(prefix.glob("lib*/python3*/site-packages/torch")):
             place = "environment.venv" if software.venv or not named else "environment.conda"
@@ -196,6 +200,8 @@ def _fault(
     level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
 ) -> CheckFinding:
     try:
+        # os.path.exists is false for a path that may not be looked at, too. That is another fault,
+        # with another remedy.
         os.stat(at or path)
     except PermissionError as fault:
         parents = [*reversed(Path(at or path).parents)]
@@ -207,8 +213,8 @@ def _fault(
     return CheckFinding(level, code, place, path, f"{path} {reason}", hint=hint)
 
 
-# Each module is loaded after it is found: in a hierarchy the next may show only then, and one may
-# bring conda. Older systems have no `is-avail`; `avail` prints to standard error there.
+# Each module is loaded as soon as it is found: in a hierarchy the next one may become visible only
+# then, and one may provide conda. Older systems lack `is-avail`, and their `avail` prints to stderr.
 _SOFTWARE_SCRIPT = """\
 conda=$1; shift
 if (($#)) && ! type module >/dev/null 2>&1; then
@@ -264,6 +270,8 @@ def check_software(
     try:
         answer = run.run(argv, env=environment, timeout=timeout).stdout
     except SchedulerUnavailable:
+        # A module system that hangs must not stop a submission: what could not be looked up is
+        # listed as unchecked.
         answer = "no answer\nconda\n"
     module_lines, _, conda_text = answer.partition("conda\n")
     lines = module_lines.splitlines()

@@ -92,6 +92,8 @@ class Placement:
         """Memory per node: the job's own, else the default; 0 where neither is fixed."""
         if self.request.memory_mib is not None:
             return self.request.memory_mib
+        # A whole node comes with all of its memory, and without MEMORY in SelectTypeParameters none
+        # is counted.
         if not self.cluster.limits.memory_consumable or self.whole_nodes:
             return 0
         for owner in (self.partition, self.cluster.limits):
@@ -125,6 +127,8 @@ class Placement:
         nodes = self.request.nodes
         cpus = self.cpus * nodes
         if self.whole_nodes or self.cluster.limits.whole_nodes:
+            # A whole node is charged with all of its CPUs. The smallest that fit give the least
+            # charge, so no limit is reported that the job might not reach.
             cpus = max(cpus, sum(sorted(node.cpus for node in fitting)[:nodes]))
         gpus = {f"gres/gpu:{kind}": count * nodes for kind, count in self.request.gpus if kind}
         gpus["gres/gpu"] = sum(count for _, count in self.request.gpus) * nodes

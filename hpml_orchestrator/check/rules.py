@@ -98,9 +98,13 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     unknown = unknown_to_cluster(request, cluster)
     findings = [*_array(job, cluster), *selection.findings, *unknown, *faults]
     verdicts = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
+    # Slurm starts a job in any of its partitions that can run it, so one that fits is enough. What
+    # the others lack matters only to a site that enforces the limits of all.
     usable = [verdict for verdict in verdicts if not verdict.findings]
     if verdicts:
         findings += _combined(request, verdicts, usable, cluster, selection)
+    # A type of GPU that no node has would also be reported as missing in each partition: once is
+    # enough.
     implied = {_IMPLIED.get(finding.code) for finding in findings}
     findings = errors_first(finding for finding in findings if finding.code not in implied)
     idle = max((verdict.idle_nodes for verdict in usable), default=0)
@@ -151,7 +155,7 @@ def _partitions(
     if "all_partitions" in plugins:
         return list(cluster.partitions), []
     if cluster.may_rewrite_jobs:
-        return [], []  # the site's plugin may choose one, and nobody can know which
+        return [], []  # the site's plugin may choose one; which one is unknown before submission
     if cluster.default_partition is not None:
         return [cluster.default_partition], []
     if request.options.get("reservation"):
@@ -221,6 +225,8 @@ def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[Chec
     """Yield which limits of the partition the job is over; `flags` are those of its QOS."""
     request, partition = placement.request, placement.partition
     limits = placement.cluster.limits
+    # A QOS may lift limits of partitions by a flag, but not where the site enforces them at
+    # submission.
     lifted = set(flags) if limits.enforce_partition_limits == "NO" else set()
     where = f"partition {partition.name}"
     seconds = partition.max_seconds
@@ -269,7 +275,7 @@ def _combined(
     cluster: Cluster,
     selection: AccountSelection,
 ) -> list[CheckFinding]:
-    """Return what the partitions of a job say together: one that would run it is enough, mostly."""
+    """Return the findings for all partitions together; mostly one that would run it is enough."""
     if not usable:
         return [finding for verdict in verdicts for finding in verdict.findings]
     enforced = cluster.limits.enforce_partition_limits
@@ -277,12 +283,13 @@ def _combined(
     for index, verdict in enumerate(verdicts):
         closed = verdict.closed
         if enforced == "NO" and index:
-            # Observed: Slurm skips such a partition, unless it is the first one.
+            # Observed on a real cluster: Slurm skips a closed partition, unless it is the first
+            # one, which blocks the job.
             closed = [dataclasses.replace(finding, level="warning") for finding in closed]
         findings += closed
         if enforced == "ALL":
             findings += verdict.limits
-    # With DenyOnLimit Slurm compares the first partition's limits when the job is submitted.
+    # With DenyOnLimit Slurm refuses a job at submission, by the limits of its first partition.
     first = verdicts[0]
     own = [qos for qos in cluster.qos or () if qos.name == first.partition.qos]
     if any("DenyOnLimit" in qos.flags for qos in (selection.qos, *own) if qos is not None):
@@ -323,6 +330,8 @@ def _staged_memory(
         return
     placements = [Placement(request, verdict.partition, cluster) for verdict in usable]
     default = max(placement.memory_mib for placement in placements)
+    # Files in /dev/shm are charged to the job. With the default of memory, staging alone would
+    # exceed it, and the kernel would kill the ranks.
     if default and request.shm_mib >= default:
         limit = size_text(default)
         message = f"{size_text(request.shm_mib)} are staged to shm, which counts as the job's "

@@ -139,6 +139,8 @@ def _look(walk: _Walk) -> None:
 
     for directory, directories, files in os.walk(source, onerror=note):
         for name in [*directories, *files]:
+            # Both limits: a slow file server needs the time, a fast one with millions of files the
+            # number. Sizes are unknown then, and nothing is concluded from a part.
             if walk.entries >= _MAX_ENTRIES or walk.clock() > walk.ends:
                 walk.cut = True
                 return
