@@ -87,6 +87,8 @@ def node_state(states: frozenset[str]) -> str:
         return "draining" if states & _BUSY else "drained"
     if states & _MAINTENANCE:
         return "maintenance"
+    # Below here only idle nodes differ: a busy node that is marked for a reboot or a power-down
+    # still works on its jobs, and that is what users look for.
     if not states & _BUSY:
         if states & _REBOOT:
             return "rebooting"

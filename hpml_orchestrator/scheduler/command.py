@@ -124,6 +124,8 @@ class SubprocessRunner:
         _log(argv, began, done.returncode)
         return Completed(
             done.returncode,
+            # Job names and paths are bytes to Linux and need not be UTF-8. They must survive the
+            # round trip, because a job is recognised by its directory.
             done.stdout.decode("utf-8", "surrogateescape"),
             done.stderr.decode("utf-8", "surrogateescape"),
         )
@@ -142,6 +144,8 @@ class SubprocessRunner:
         check_configuration(argv[0], env)
         began = time.monotonic()
         try:
+            # Files rather than pipes: they outlive this process. If hpml is killed while sbatch
+            # works, the answer still lands on disk, where recovery reads it.
             with open(stdout, "wb") as out, open(stderr, "wb") as err:
                 process = subprocess.Popen(
                     list(argv),
@@ -150,6 +154,8 @@ class SubprocessRunner:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
+                    # Ctrl-C goes to the terminal's whole process group. sbatch must not die between
+                    # the request and the answer.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -177,6 +183,8 @@ def check_configuration(command: str, env: Mapping[str, str]) -> None:
         ConfigurationMissing: SLURM_CONF names a file that is not there.
     """
     path = env.get("SLURM_CONF", "")
+    # libslurm retries a missing configuration for 60 s before it gives up, so a typo would look
+    # like a dead controller.
     if path and os.path.basename(command) in _SLURM_COMMANDS and not os.path.exists(path):
         raise ConfigurationMissing(
             f"SLURM_CONF names {path}, which does not exist",

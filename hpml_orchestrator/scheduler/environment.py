@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# A submission from inside a job, such as `srun --pty bash`, carries the outer job's variables.
+# Leaked SLURM_, SBATCH_ or SRUN_ values change the size and binding of nested steps.
 _DROPPED_PREFIXES = tuple(
     "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ PMI_ PMI2_ PMIX_ OMPI_ "
     "PRTE_ HPML_ PET_ TORCHELASTIC_ HOROVOD_ SSH_ XDG_SESSION_ TMUX".split()

@@ -127,6 +127,8 @@ def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
     That of a task that runs, else of one that waits, else of one that did not complete.
     """
 
+    # An array that still has a running task is running, however many have failed: users wait for
+    # the end of the whole. Once all are over, a failure must not hide behind successes.
     def rank(status: JobStatus) -> int:
         if status.state.over:
             return 3 if status.state is JobState.COMPLETED else 2

@@ -21,7 +21,7 @@ _LIST = re.compile(rf"{_ENTRY}(?:,{_ENTRY})*", re.ASCII)
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Return the names of a list of nodes, each once; numbers in order, zeros in front kept.
+    """Return the names in a list of nodes, each once, in numerical order, leading zeros kept.
 
     Raises:
         InputError: it is not a list of nodes, or names more than 65,536.
@@ -34,11 +34,14 @@ def expand(text: str) -> tuple[str, ...]:
     text = text.strip()
     if not text:
         return ()
+    # ClusterShell's grammar is wider than Slurm's: `@name` is a group there, and `!` and `&`
+    # are set operations. Let only plain lists through.
     if not _LIST.fullmatch(text):
         raise InputError("is not a list of nodes", field="nodes", value=text, hint=_HINT)
     if "[" not in text:
         return tuple(dict.fromkeys(text.split(",")))
     entries = re.findall(_ENTRY, text)
+    # Count before expanding: `n[1-999999999]` would fill the memory before ClusterShell returned.
     if sum(prod(map(_size, re.findall(_RANGES, entry))) for entry in entries) > MAX_NODES:
         message = f"names more than {MAX_NODES:,} nodes"
         raise InputError(message, field="nodes", value=text, hint=_HINT)
@@ -71,6 +74,6 @@ def _node_set(text: str) -> NodeSet:
 
 
 def _size(ranges: str) -> int:
-    """Return how many numbers `[1-3,7]` means, without making them."""
+    """Return how many numbers `[1-3,7]` stands for, without expanding it."""
     spans = (part.partition("-") for part in ranges[1:-1].split(","))
     return sum(max(int(last or first) - int(first) + 1, 1) for first, _, last in spans)

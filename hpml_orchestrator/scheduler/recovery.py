@@ -4,9 +4,9 @@
 
 - the submission's directory is complete, and the marker `sbatch.started` durable in it, before
   sbatch is started;
-- sbatch runs in that directory and answers into `sbatch.out` and `sbatch.err` there;
-- a job first writes its own id below its run's directory, and ends immediately if
-  another job has done so before. That is the last guard.
+- sbatch runs in that directory and writes its answer to `sbatch.out` and `sbatch.err` there;
+- a job first writes its own id below its run's directory, and ends at once if another job has
+  done so before. That is the last guard.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def recover(
     """Decide whether a submission has a job.
 
     Args:
-        scheduler: that it was submitted to.
+        scheduler: the one it was submitted to.
         directory: the submission's directory.
         name: the job's name.
         prepared_at: when the directory was written, seconds since the epoch; no job is older.
@@ -111,12 +111,17 @@ def recover(
         known: ids of earlier jobs of the submission, which are not meant.
     """
     answers = answers or directory
+    # The order matters. Evidence on disk comes first, since it is final and
+    # needs no scheduler: sbatch's own answer, then the id that a job wrote when it started.
     answered = _answered(answers)
     if answered and answered.job_id not in known:
         return answered
     recorded = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
     if recorded:
         return Found(recorded, "job")
+    # A live sbatch may still create the job, so neither queue nor accounting can rule it out yet.
+    # This check must come before the query: an sbatch that ends in between has its job in the queue
+    # by then.
     if scheduler.submitting(directory):
         return Undecided("sbatch still works on it", _POLL_SECONDS)
     try:
@@ -125,13 +130,17 @@ def recover(
     except SchedulerUnavailable as error:
         stderr = read_text_or_nothing(answers / "sbatch.err")
         if sbatch_started_at is not None and not_configured(stderr):
-            # The queue cannot be read for the same reason: nothing was sent to any controller.
+            # The queue cannot be read for the same reason, so nothing reached any controller.
             refused = final_refusal(stderr)
             if refused:
                 return Absent("sbatch refused it", refused, hint_for(refused))
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
+    # Several jobs can exist after a double start. The oldest is the one that counts: each job
+    # records its id first, and the others end as soon as they see it.
     if job_ids:
         return Found(job_ids[0], "queue")
+    # The marker is durable before sbatch starts, so without it no request has ever left this
+    # machine.
     if sbatch_started_at is None:
         return Absent("sbatch was never started")
     # A clock that was set back makes the wait longer, never shorter.
@@ -152,7 +161,7 @@ def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> O
     left = grace_seconds - elapsed_seconds
     if left > 0:
         return Undecided("sbatch was started a moment ago and has not answered", left)
-    # It may have answered while the scheduler was being asked.
+    # sbatch may have answered while the scheduler was being queried.
     return _answered(directory) or Absent(
         f"sbatch has left neither answer nor job in {grace_seconds:g} s"
     )

@@ -43,7 +43,7 @@ class LocalScheduler:
         cpu_ids: returns the CPUs that jobs may use.
         memory_mb: returns the memory of the machine in MiB, 0 where not known.
         kill_wait_seconds: time between SIGTERM and SIGKILL; $HPML_LOCAL_KILL_WAIT or 30.
-        lock_root: a directory of this very machine that everybody may write to.
+        lock_root: a local directory of this machine that everybody may write to.
     """
 
     name = "local"
@@ -65,7 +65,7 @@ class LocalScheduler:
         self._kill_wait_seconds = kill_wait_seconds
 
     def cluster(self) -> str:
-        """Return no name: the record of a local job names its host."""
+        """Return an empty name: the record of a local job names its host instead."""
         return ""
 
     def arguments(self, request: SubmitRequest) -> list[str]:
@@ -75,8 +75,8 @@ class LocalScheduler:
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:  # noqa: ARG002
         """Queue `job.sh` of the request's directory and return the job's id.
 
-        Dying at any point does no harm: the complete job appears in one step, and from then on any
-        later call finds it and starts it.
+        This process may die at any point: the complete job appears in one step, and from then on
+        every later call finds it and starts it.
 
         Raises:
             SchedulerError: this machine cannot run it; no job exists.
@@ -85,6 +85,8 @@ class LocalScheduler:
         with self._home.lock():
             try:
                 record = self._record(request)
+                # The same files as Slurm's client writes, so that recovery reads one kind of
+                # evidence for both backends.
                 write_text(request.answer("sbatch.err"), "")
                 job_id = self._home.publish(record, request.environment)
                 write_text(request.answer("sbatch.out"), f"{job_id}\n")
@@ -148,6 +150,8 @@ class LocalScheduler:
             SchedulerError: they are another machine's.
             SchedulerUnavailable: the state could not be written.
         """
+        # Pids and the lock in /tmp mean nothing on another machine, although its records may be
+        # visible here on a shared file system.
         jobs = [job for job_id in job_ids for job in self._home.find(job_id)]
         for host in {job.request.host for job in jobs} - {resources.short_hostname()}:
             raise SchedulerError(f"the local jobs of {host} cannot be cancelled from here")
@@ -168,18 +172,23 @@ class LocalScheduler:
                             f"cannot cancel job {job.job_id}: {error}",
                             hint=f"is {self._home.path} there and writable?",
                         ) from error
+                # Ask the supervisor rather than kill the job's processes here: it alone knows all
+                # of them, including daemons that left the session, and it records the end.
                 elif not job.state.over and job.supervisor is not None:
                     send(job.supervisor, signal.SIGUSR1)
             schedule(self._home)
 
     def _schedule(self) -> list[LocalJob]:
-        """Start and end what is due, unless another process is just doing so; return what runs."""
+        """Schedule, unless another process is doing so now; return the unfinished jobs."""
+        # Never wait here: whoever holds the lock calls `schedule` itself, so a query need not.
         with contextlib.suppress(SchedulerUnavailable, OSError), self._home.lock(0.0):
             return schedule(self._home)
         return self._home.active()
 
     def _record(self, request: SubmitRequest) -> LocalRequest:
-        """Return the record of a submission, the only source of later calls."""
+        """Return the record of a submission; later calls read nothing else about it."""
+        # PATH has no way to escape a colon, and without our `bin` in front the job would find
+        # Slurm's srun or none.
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
@@ -194,6 +203,8 @@ class LocalScheduler:
         machine = resources.LocalMachine(
             tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb()
         )
+        # Linux has no call that only reads the umask: set it and put it back. The job inherits the
+        # user's, as under Slurm, not that of whichever process happens to start it.
         os.umask(umask := os.umask(0o022))
         array = parse_array(asked.array) if asked.array else ArraySpec(())
         if len(array.indices) > resources.MAX_TASKS:

@@ -5,16 +5,16 @@
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
                             tasks are over, because it may hold passwords
         bin/srun            the local srun, first on the job's PATH
-        bin/scontrol        of which it has `scontrol requeue`
+        bin/scontrol        offers `scontrol requeue` only
         <task>.json         the state of one task, by its position in the array (0 for a single
                             job); a task without one is pending
         steps-<task>/<n>    one empty file per srun of the task: step ids
-        supervisor.log      what supervisors had to say, normally nothing
-    <home>/jobs/next        the next id: that of a job that was pruned is not used again
+        supervisor.log      output of the supervisors, normally empty
+    <home>/jobs/next        the next id, so that the id of a pruned job is not used again
     /tmp/hpml-locks-<uid>/  one lock per home, never on the file system of the records
 
-A process holds the lock while it changes which jobs wait or run; a supervisor writes its own job.
-The tasks of an array have the numbers from the array's id on, as in Slurm.
+A process holds the lock while it changes which jobs wait or run; a supervisor writes only its own
+job. The tasks of an array are numbered from the array's id on, as in Slurm.
 """
 
 from __future__ import annotations
@@ -210,6 +210,8 @@ class LocalJob:
     def supervisor(self) -> Identity | None:
         """Its supervisor, if that very process still runs."""
         recorded = self.status.supervisor
+        # Pids and start times repeat after a reboot, both being small numbers: without the boot id
+        # a stranger's process could pass for the supervisor.
         if recorded is None or recorded.boot != boot_id():
             return None
         who = Identity(recorded.pid, recorded.start)
@@ -224,7 +226,7 @@ class LocalJob:
         )
 
     def requeue(self) -> None:
-        """Have it wait in the queue once more, with the same id."""
+        """Put it back into the queue under the same id."""
         self.save(Status(restarts=self.status.restarts + 1))
 
     def save(self, status: Status) -> None:
@@ -242,7 +244,7 @@ class Home:
 
     Args:
         path: the directory; made on demand.
-        lock_root: a directory of this very machine that everybody may write to.
+        lock_root: a local directory of this machine that everybody may write to.
     """
 
     def __init__(self, path: Path, lock_root: Path) -> None:
@@ -263,6 +265,8 @@ class Home:
             SchedulerUnavailable: it was not free in time.
         """
         path = self._lock_directory() / self._lock_name
+        # flock, not a lock file: the kernel releases it when the holder dies, whichever way.
+        # O_NOFOLLOW, because /tmp is open to everybody.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             until = time.monotonic() + patience_seconds
@@ -292,6 +296,8 @@ class Home:
                 f"cannot create {path}: {error.strerror}",
                 hint="the local backend keeps its locks there: is its directory writable?",
             ) from error
+        # Somebody else may have made the directory first. With their permissions they could hold
+        # our locks, or point them elsewhere.
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
         if not private or status.st_uid != os.geteuid():
             raise SchedulerUnavailable(
@@ -301,9 +307,11 @@ class Home:
         return path
 
     def full(self) -> str:
-        """Return that the file system of the records is full; empty if it is not."""
+        """Return an error message if the records' file system is full, else an empty string."""
         with contextlib.suppress(OSError):
             info = os.statvfs(self.path)
+            # f_bavail, not f_bfree: the blocks reserved for root are of no use here. File systems
+            # without a fixed number of inodes report 0 of them.
             if not info.f_bavail or (info.f_files and not info.f_favail):
                 return f"the file system of {self.path} is full: free some space"
         return ""
@@ -360,6 +368,8 @@ class Home:
                 jobs = self.jobs_of(number)
                 unfinished = [job for job in jobs if not job.state.over]
                 active += unfinished
+                # A job that is over never changes again, so its records need not be read on every
+                # poll. One whose records cannot be read is not over: it is read again next time.
                 if jobs and not unfinished:
                     self._over.add(number)
                     with contextlib.suppress(OSError):  # gone already, or another user's
@@ -376,6 +386,9 @@ class Home:
         self._remove_unfinished()
         last = max(self.numbers(), default=0)
         recorded = read_text_or_nothing(self._jobs / _NEXT).strip()
+        # The largest of both counts: `next` survives a prune of the newest jobs, and the
+        # directories survive a lost or torn `next`. An id that is used twice would mix up two runs'
+        # records.
         number = max(
             last + max(1, len(self.jobs_of(last))), int(recorded) if recorded.isdecimal() else 1
         )
@@ -386,10 +399,13 @@ class Home:
         write_text(building / "environment", b"\0".join(entries), mode=0o600)
         (building / "bin").mkdir()
         shutil.copyfile(_SRUN, building / "bin" / "srun.py")
+        # The absolute interpreter without site-packages: the job may change PATH or activate an
+        # environment, and this srun must start the same, and fast.
         srun = shlex.join([sys.executable, "-I", "-S", str(self._jobs / f"{number}/bin/srun.py")])
         write_text(building / "bin" / "srun", f'#!/bin/sh\nexec {srun} "$@"\n', mode=0o755)
         write_text(building / "bin" / "scontrol", _SCONTROL, mode=0o755)
         write_json(building / "job.json", asdict(request))
+        # Written before the rename: dying in between only skips some ids.
         write_text(self._jobs / _NEXT, f"{number + max(1, len(request.indices))}\n")
         os.rename(building, self._jobs / str(number))
         fsync_dir(self._jobs)

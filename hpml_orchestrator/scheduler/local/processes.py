@@ -21,26 +21,26 @@ _PAUSE_SECONDS = 0.02
 
 
 class Identity(NamedTuple):
-    """A process that cannot be taken for another one: its pid and its start in clock ticks."""
+    """A pid with its start time in clock ticks, which tells it from later processes of that pid."""
 
     pid: int
     start: int
 
 
 def identity(pid: int) -> Identity:
-    """Return the identity of a process; its start is -1 when there is none of that pid."""
+    """Return the identity of a process; the start is -1 if no process has that pid."""
     process = read_stat(pid)
     return Identity(pid, process.start_ticks if process else -1)
 
 
 def is_alive(who: Identity) -> bool:
-    """Return whether that very process still runs; a zombie does not."""
+    """Return whether that same process still runs; a zombie does not count."""
     process = read_stat(who.pid)
     return process is not None and process.start_ticks == who.start and not process.ended
 
 
 def send(who: Identity, number: int) -> bool:
-    """Send a signal to that very process; return whether it was still there."""
+    """Signal that same process; return whether it was still there."""
     try:
         if is_alive(who):
             os.kill(who.pid, number)
@@ -68,6 +68,8 @@ def descendants(root: int) -> set[Identity]:
     parents = [root]
     while parents:
         for process in children.get(parents.pop(), ()):
+            # A job may submit jobs. Their supervisors descend from it, but they outlive it, as
+            # under Slurm.
             mark = f"{SUPERVISOR_MARK}=".encode()
             if not any(entry.startswith(mark) for entry in environment_of(process.pid)):
                 members.add(Identity(process.pid, process.start_ticks))
@@ -91,11 +93,13 @@ def kill_until_gone(
     patience_seconds: float,
     reap: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """SIGKILL what `find` returns until it returns nothing; return the pids that stay."""
+    """SIGKILL what `find` returns until it finds nothing; return the pids that survive."""
     until = time.monotonic() + patience_seconds
     while True:
-        late = time.monotonic() > until  # before the look: this process may be stopped after it
+        late = time.monotonic() > until  # before the search: this process may be paused after it
         left = list(find())
+        # Search again after each round: a process that forks between the search and the kill leaves
+        # a child that the first list does not have.
         for who in left:
             send(who, signal.SIGKILL)
         reap()

@@ -1,7 +1,7 @@
 """The queue of this machine: jobs start in the order of their numbers.
 
-Tasks above their array's limit (`%2`), and jobs that wait for others, let later jobs pass. There is
-no daemon: whoever submits, asks, cancels or ends a job calls `schedule`.
+Later jobs may overtake tasks above their array's limit (`%2`) and jobs that wait for others. There
+is no daemon: every process that submits, queries, cancels or ends a job calls `schedule`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _SPAWN_PATIENCE_SECONDS = 10.0
 _KILL_PATIENCE_SECONDS = 5.0
 
-# Python isolated from the user's variables and directory. Only the package is imported from the
-# directory of this one, a checkout or site-packages. The supervisor is a daemon.
+# Python in isolated mode, so that neither the user's variables nor the working directory change
+# what it imports. The package's parent, a checkout or site-packages, is on sys.path for one import
+# only. The fork makes the supervisor a daemon.
 _BOOT = (
     "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
     "import hpml_orchestrator; del sys.path[0]; "
@@ -53,7 +54,7 @@ class Queue:
 
     Attributes:
         line: the pending jobs that start as soon as there is room, in order.
-        impossible: the pending jobs of which a dependency can no longer be met.
+        impossible: the pending jobs whose dependencies can no longer be met.
     """
 
     def __init__(self, home: Home, jobs: Sequence[LocalJob]) -> None:
@@ -69,10 +70,14 @@ class Queue:
                 continue
             met = {self._dependency(job_id, end) for job_id, end in job.request.after}
             limit = job.request.limit
+            # False before None: one dependency that has failed decides, even while others are still
+            # open.
             if False in met:
                 self.impossible.append(job)
             elif None in met:
                 self._reasons[job.number] = "Dependency"
+            # A task above its array's limit must not block the line: it cannot start even on an
+            # idle machine.
             elif limit and running[job.directory] >= limit:
                 reason = f"Priority: the array runs {counted(limit, 'task')} at once"
                 self._reasons[job.number] = reason
@@ -115,6 +120,8 @@ class Queue:
             met: bool | None = None
             if all(state.over for state in states):
                 completed = all(state is JobState.COMPLETED for state in states)
+                # A pruned job leaves no states. It ended in some way that nobody knows any more,
+                # which satisfies `any` and nothing else.
                 met = end == "any" or (bool(states) and completed == (end == "ok"))
             self._dependencies[job_id, end] = met
         return self._dependencies[job_id, end]
@@ -126,6 +133,7 @@ def schedule(home: Home) -> list[LocalJob]:
     Needs the lock. What cannot be written to disk now is tried again by the next call.
     """
     jobs = home.active()
+    # Pids of another machine would look dead from here, and its jobs would be recorded as failed.
     if any(job.request.host != short_hostname() for job in jobs):
         return jobs  # of another machine, on a shared file system
     overdue = time.time() - _SPAWN_PATIENCE_SECONDS
@@ -135,6 +143,8 @@ def schedule(home: Home) -> list[LocalJob]:
             if full := home.full():
                 why += f"; its end cannot be recorded: {full}"
             _end(job, JobState.NODE_FAIL, why)
+        # A supervisor that was killed before it claimed the job left nothing behind. Start another
+        # one: if the first is only slow, the claim under the lock lets one of them run.
         elif job.state is JobState.CONFIGURING and job.status.spawned < overdue:
             _start(home, job, job.status.cpus, job.status.gpus)
     queue = Queue(home, jobs)
@@ -142,6 +152,8 @@ def schedule(home: Home) -> list[LocalJob]:
         for job in queue.impossible:
             _end(job, JobState.CANCELLED, "DependencyNeverSatisfied")
         queue = Queue(home, jobs)
+    # Strictly first in, first out: if the head does not fit, nothing behind it starts. A stream of
+    # small jobs would otherwise keep a large one waiting for ever.
     while queue.line and not isinstance(got := queue.allocation(queue.line[0]), str):
         _start(home, queue.line[0], *got)
         queue = Queue(home, jobs)
@@ -157,6 +169,8 @@ def _clean_up_lost_job(job: LocalJob, home: Home) -> str:
     if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
         return "the machine was restarted while the job ran"
     variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={home.cluster}"]
+    # With the supervisor gone, descent leads nowhere: its children belong to init now. Their
+    # environment still names the job, even that of a process that left its session.
     left = kill_until_gone(lambda: marked(variables), patience_seconds=_KILL_PATIENCE_SECONDS)
     if left:
         return f"the job's supervisor died; these processes remain: {left}"
@@ -183,6 +197,8 @@ def _start(home: Home, job: LocalJob, cpus: Sequence[int], gpus: Sequence[str]) 
                 stdout=log,
                 stderr=log,
                 cwd="/",
+                # An almost empty environment: the supervisor must not be found by its submitter's
+                # job variables, since whoever ends that outer job would kill this one too.
                 env={"PATH": os.defpath, SUPERVISOR_MARK: job.job_id},
                 start_new_session=True,
             )

@@ -104,6 +104,8 @@ def read_directives(script: str) -> Directives:
     >>> read_directives("#!/bin/bash\n#SBATCH -n 2 --time=1:30 # both\n").time_limit_seconds
     90
     """
+    # sbatch refuses it as well. A job that runs here must not fail later, when it goes to a
+    # cluster.
     if not script.startswith("#!"):
         raise SchedulerError(
             "this does not look like a batch script",
@@ -243,6 +245,8 @@ def needs_of(asked: Directives, machine: LocalMachine) -> Needs:
     tasks = asked.ntasks or asked.ntasks_per_node or 1
     nodes = asked.nodes or 1
     if asked.ntasks and asked.ntasks_per_node:
+        # Slurm adds nodes until the tasks fit, so a script may ask for two nodes without naming
+        # them.
         nodes = max(nodes, -(-asked.ntasks // asked.ntasks_per_node))
     if nodes > 1:
         names = ["nodes"] if (asked.nodes or 1) > 1 else ["ntasks", "ntasks_per_node"]
@@ -257,6 +261,7 @@ def needs_of(asked: Directives, machine: LocalMachine) -> Needs:
     if cpus > len(machine.cpus):
         names = ["ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_gpu"]
         _refuse(asked, names, counted(cpus, "CPU"), counted(len(machine.cpus), "CPU"))
+    # After the checks above: --exclusive takes what there is, and so never asks for too much.
     if asked.exclusive:
         cpus = len(machine.cpus)
     for name, memory in (

@@ -2,7 +2,8 @@
 
 It accepts the options that hpml's scripts use and refuses all others. Options that only matter on a
 cluster (binding, memory, GRES, MPI plugin, a step's own time limit), and labels, are ignored.
-Standard library only and few imports, copied into each job's directory: it starts in about 30 ms.
+It uses the standard library only, with few imports, and is copied into each job's directory; it
+starts in about 30 ms.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ class _Task:
         """Return whether it ended since the last call; it stays a zombie, which keeps its pid."""
         if self.status is not None:
             return False
+        # WNOWAIT leaves a zombie. As long as it exists, its pid and so its process group cannot be
+        # given to a stranger, and killpg stays safe.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
             return False
@@ -176,7 +179,10 @@ class _Step:
 
     def run(self) -> int:
         """Start the tasks, wait until all have ended, and return the status of the step."""
+        # If SIGCHLD is ignored, which a shell may pass on, the kernel reaps the children itself and
+        # no status is left to wait for.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Blocked signals are fetched by sigtimedwait: none can arrive between a look and the wait.
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
             for rank in range(self.ntasks):
@@ -245,8 +251,8 @@ class _Step:
         pause = min(self.term_at, self.kill_at) - time.monotonic()
         received = signal.sigtimedwait(_WATCHED, max(0.0, min(pause, _POLL_SECONDS)))
         while received is not None:
-            # The supervisor of the job signals the tasks itself. And when this process was stopped
-            # for a while, Python returns signals that were never sent, with any number.
+            # The job's supervisor signals the tasks itself. Besides, after this process was stopped
+            # for a while, Python may return signals that nobody sent, with any number.
             if received.si_signo in _FORWARDED and received.si_pid != self.supervisor:
                 self._send(received.si_signo)
             received = signal.sigtimedwait(_WATCHED, 0)
@@ -261,6 +267,8 @@ class _Step:
             _error(f"{self.host}: task {task.rank}: {how}")
         if task.status and self.options.get(_KILL, "0") != "0":
             self.term_at = min(self.term_at, now)
+        # --wait counts from the first task that ends, whatever its status, and kills without
+        # SIGTERM.
         elif seconds := int(self.options.get("wait", "0")):
             self.kill_at = min(self.kill_at, now + seconds)
 
@@ -269,6 +277,7 @@ class _Step:
         if now >= self.term_at:
             self.term_at = _NEVER
             self.kill_at = min(self.kill_at, now + self.kill_wait)
+            # A stopped task acts on SIGTERM only once it continues.
             self._send(signal.SIGCONT)
             self._send(signal.SIGTERM)
         if now >= self.kill_at:
@@ -288,6 +297,7 @@ def _claim_step() -> int:
         return 0
     number = 0
     try:
+        # O_EXCL makes the number a claim: several sruns of one script may start at the same time.
         while True:
             try:
                 os.close(os.open(f"{steps}/{number}", os.O_CREAT | os.O_EXCL, 0o600))

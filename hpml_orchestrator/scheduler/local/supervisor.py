@@ -1,8 +1,9 @@
 """The process that runs one local job and records how it ended.
 
-A daemon in its own session, started by `queue.schedule`. Processes that the job leaves stay below
-this process, a child subreaper, and ends with the job. It understands three signals: USR1 cancels
-the job, USR2 requeues it, TERM ends it as a node failure, as at the machine's shutdown.
+A daemon in its own session, started by `queue.schedule`. It is a child subreaper: processes that
+the job leaves behind become its children, and it ends them with the job. It handles three signals:
+USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at the machine's
+shutdown.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def main(home_path: str, lock_root: str, job_id: str) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     home = Home(Path(home_path), Path(lock_root))
+    # The handlers come before the claim: from then on `cancel` signals this process, and the
+    # default action of SIGUSR1 would kill it.
     run = _Run(home)
     with home.lock():
         (job,) = home.find(job_id)
@@ -69,6 +72,8 @@ class _Signals:
     """The signals that this process received, by the interpreter's wake-up pipe."""
 
     def __init__(self) -> None:
+        # A wake-up pipe instead of work in handlers: a signal that arrives just before select()
+        # still ends it, and no handler runs in the middle of a record's write.
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -76,7 +81,7 @@ class _Signals:
             signal.signal(number, lambda *_: None)
 
     def wait(self, seconds: float) -> set[int]:
-        """Wait for a signal and return those that came."""
+        """Wait for a signal and return all that arrived."""
         ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
         return set(os.read(self._read, 4096)) if ready else set()
 
@@ -116,6 +121,8 @@ class _Run:
             if self.status is None:
                 self._act(received, time.monotonic())
             else:
+                # A script that requeues itself and ends at once sends both signals in one moment.
+                # Read what is left, or the requeue would be lost.
                 self._change(received | self.signals.wait(0.0))
         left = self._end_leftovers()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
@@ -127,6 +134,8 @@ class _Run:
             state, reason = JobState.FAILED, "NonZeroExitCode"
         if left:
             reason = f"{reason or 'ended'}; these processes remain: {left}"
+            # Processes that survive SIGKILL still hold GPUs or memory: the next attempt would start
+            # beside them.
             state = JobState.NODE_FAIL if state is JobState.REQUEUED else state
         if state is JobState.REQUEUED:
             with self.home.lock():  # `cancel` holds it while it chooses which processes to signal
@@ -155,9 +164,9 @@ class _Run:
             self._warn()
 
     def _change(self, received: set[int]) -> None:
-        """Note that the job is requeued, which a time limit does not undo, and a cancellation does.
+        """Record that the job is requeued; a time limit does not undo that, a cancellation does.
 
-        It may come from a script that has ended since.
+        The request may come from a script that has ended since.
         """
         state = self.ending[0] if self.ending else None
         if signal.SIGUSR1 in received and state is JobState.REQUEUED:
@@ -177,6 +186,8 @@ class _Run:
             os.close(output)
             return f"{script} is gone"
         parent = os.getpid()
+        # Block the signals over the fork: until its exec the child has our handlers and our pipe,
+        # and a cancellation sent to it would vanish in them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if pid == 0:
@@ -191,8 +202,12 @@ class _Run:
         try:
             os.setsid()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+            # The parent may have died before prctl took effect; then no death signal would ever
+            # come.
             if os.getppid() != parent:
                 os._exit(_CANNOT_EXECUTE)
+            # Ignored signals stay ignored across exec, and Python ignores SIGPIPE and SIGXFSZ: a
+            # script would behave in other ways than in a shell.
             for number in _HANDLED | _IGNORED | {signal.SIGXFSZ}:
                 signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(OSError):
@@ -227,7 +242,7 @@ class _Run:
         return environment
 
     def _end(self, state: JobState, reason: str) -> None:
-        """Begin to end the job; say in its output why, as slurmstepd does."""
+        """Begin to end the job and write the reason into its output, as slurmstepd does."""
         self.ending = (state, reason)
         why = {
             JobState.TIMEOUT: " DUE TO TIME LIMIT",
@@ -246,6 +261,8 @@ class _Run:
         self.kill_at = time.monotonic() + self.job.request.kill_wait_seconds
         with contextlib.suppress(RecordError):
             self.job.save(replace(self.job.status, state=JobState.COMPLETING, reason=reason))
+        # SIGCONT first, as slurmstepd does: a stopped process acts on SIGTERM only once it
+        # continues.
         self._send(signal.SIGCONT)
         self._send(signal.SIGTERM)
 
@@ -255,6 +272,8 @@ class _Run:
         if self.warning.batch_shell_only:
             send(self.shell, self.warning.number)
             return
+        # Without `B:` Slurm signals the steps only. Here they are the processes below an srun,
+        # which sets SLURM_STEP_ID.
         for who in self._members():
             if any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment_of(who.pid)):
                 send(who, self.warning.number)
@@ -278,7 +297,7 @@ class _Run:
                     self.status = os.waitstatus_to_exitcode(ended[1])
 
     def _end_leftovers(self) -> list[int]:
-        """End what the script left behind, first by TERM; return the pids that stay."""
+        """End what the script left behind, first by TERM; return the pids that survive."""
         if self._members() and self.kill_at == _NEVER:
             self._terminate("")
         while time.monotonic() < self.kill_at and self._members():
@@ -289,7 +308,7 @@ class _Run:
         )
 
     def _record(self, state: JobState, code: int, number: int, reason: str) -> None:
-        """Write the end down; on a full disk try again until there is room."""
+        """Record the end; on a full disk, retry until there is room."""
         ended, began = time.time(), time.monotonic()
         while True:
             try:
@@ -307,6 +326,8 @@ class _Run:
                     )
                 )
             except RecordError as error:
+                # The end exists nowhere else. Exiting now would have the next query call the job
+                # lost, so keep trying for ten minutes unless the machine shuts down.
                 late = time.monotonic() - began > _RECORD_PATIENCE_SECONDS
                 if late or signal.SIGTERM in self.signals.wait(_RECORD_PAUSE_SECONDS):
                     sys.exit(f"the end of job {self.job.job_id} ({state}) is not recorded: {error}")

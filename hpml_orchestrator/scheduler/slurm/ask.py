@@ -29,9 +29,9 @@ SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol 
 _ACCOUNTING_HINT = "accounting (slurmdbd) does not answer; try again in a moment"
 _SILENT_HINTS = {"sacct": _ACCOUNTING_HINT, "sacctmgr": _ACCOUNTING_HINT}
 _READ_HINT = "the controller may be busy or restarting: try again in a minute"
-# Their variables change what the commands show: a site's SQUEUE_PARTITION must not hide a job.
+# These variables change what a command shows: a site's SQUEUE_PARTITION must not hide a job.
 _FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SDIAG_")
-# SLURM_CLUSTERS would have another cluster asked than the one that sbatch submits to.
+# SLURM_CLUSTERS would send queries to a cluster other than the one that sbatch submits to.
 _FOREIGN = frozenset({"SLURM_CLUSTERS", "SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
 
 
@@ -47,6 +47,8 @@ def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
         for name, value in base.items()
         if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN
     }
+    # SLURM_TIME_FORMAT gives epoch seconds, which no time zone or daylight saving makes ambiguous.
+    # SLURM_BITSTR_LEN=0 keeps squeue from cutting an array's task list at 64 characters.
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
 

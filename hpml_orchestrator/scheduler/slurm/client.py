@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-QUICK_SECONDS = 3.0  # what fails as fast as this is worth another try; a timeout is not
+QUICK_SECONDS = 3.0  # only faster failures are retried: a timeout is likely to repeat itself
 SUBMIT_TIMEOUT_SECONDS = 300.0
-_MIN_INTERVAL_SECONDS = 1.0  # in which a repeated query is answered from the last answer
+_MIN_INTERVAL_SECONDS = 1.0  # within it, a repeated query gets the cached answer
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
+# `find` searches accounting by the submitting host's clock, but the times in accounting are the
+# controller's. The window begins earlier by this much, so that a clock that runs ahead hides no
+# job.
 _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
 
@@ -165,6 +168,8 @@ class SlurmScheduler:
             *([f"--exclude={','.join(request.exclude)}"] if request.exclude else []),
             *([f"--array={request.only}"] if request.only is not None else []),
             "--export=ALL",
+            # Slurm's default truncates the output of a requeued job, and with it the messages of
+            # the attempt that failed.
             "--open-mode=append",
             str(request.directory / "job.sh"),
         ]
@@ -172,8 +177,8 @@ class SlurmScheduler:
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
-        sbatch runs once and is never killed. When it gives no certain answer, what it did can be
-        found out by `recovery.recover`.
+        sbatch runs once and is never killed. If its answer is uncertain, `recovery.recover` finds
+        out what it did.
 
         Raises:
             SchedulerError: refused; no job exists.
@@ -181,6 +186,8 @@ class SlurmScheduler:
             NotFoundError: the directory does not exist.
         """
         out, err = request.answer("sbatch.out"), request.answer("sbatch.err")
+        # The cached answer predates this job: a query right after the submission must not be told
+        # that there is no such job.
         self._last = None
         try:
             returncode = self._runner.run_detached(
@@ -195,6 +202,8 @@ class SlurmScheduler:
             raise
         except SchedulerUnavailable as error:
             raise SchedulerUnavailable(error.message, hint=_RESUME_HINT) from error
+        # The file comes before the exit status. sbatch may be killed after the controller has
+        # answered, and an id on disk proves that the job exists, whatever the status says.
         job_id = parse_job_id(read_text_or_nothing(out))
         if job_id is not None:
             return job_id
@@ -204,6 +213,9 @@ class SlurmScheduler:
             raise SchedulerUnavailable(
                 f"sbatch was killed by signal {-returncode}: {message}", hint=_RESUME_HINT
             )
+        # Report a refusal only if sbatch itself says so. A lost answer, a wrapper's own message or
+        # a silent failure may hide a job that exists, and a caller that believes in a refusal would
+        # submit it again.
         if returncode == 0 or transport_fault(stderr) or "sbatch: " not in stderr:
             raise SchedulerUnavailable(
                 f"sbatch gave no usable answer (status {returncode}): {message}", hint=_RESUME_HINT
@@ -215,13 +227,16 @@ class SlurmScheduler:
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job; unknown ids are left out.
 
-        squeue is queried first; sacct, if available, for jobs that left the queue. A job that
-        the queue has shown to be over stays so, although accounting lags behind. A job that has
-        left the queue while accounting does not answer, or still calls it alive, is UNKNOWN.
+        squeue comes first; sacct, if available, answers for jobs that have left the queue. Once
+        the queue has shown that a job is over, it stays over, although accounting lags behind. A
+        job that has left the queue is UNKNOWN while accounting does not answer or still reports
+        it as alive.
 
         Raises:
             SchedulerUnavailable: the controller gave no usable answer.
         """
+        # One malformed id makes squeue refuse the whole list, so it would hide the state of all the
+        # others.
         asked = [job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]
         if not asked:
             return {}
@@ -229,13 +244,19 @@ class SlurmScheduler:
         if last and now - last.at < _MIN_INTERVAL_SECONDS and last.job_ids.issuperset(asked):
             return {key: last.statuses[key] for key in asked if key in last.statuses}
         rows: list[QueueEntry] = []
+        # Ask for whole arrays, although only some tasks may be wanted: ten thousand task ids would
+        # need many calls, and squeue returns the array's rows for one id.
         for chunk in _chunks(_whole(asked)):
             rows += self._squeue_jobs(chunk)
         statuses = match(rows, asked)
+        # Accounting lags behind the queue: right after the end it had 200 of 401 jobs. What the
+        # queue has shown as over is therefore remembered, and accounting is not asked about it.
         for job_id in asked:
             if job_id not in statuses and job_id in self._over:
                 statuses[job_id] = self._over[job_id]
         statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
+        # Slurm shows NODE_FAIL or PREEMPTED for a moment before it puts the job back into the
+        # queue. Only the job's own Requeue flag tells that moment from the end.
         for job_id, status in statuses.items():
             if status.state in BEFORE_REQUEUE:
                 statuses[job_id] = replace(status, may_requeue=self._requeues(job_id))
@@ -252,13 +273,16 @@ class SlurmScheduler:
     ) -> list[str]:
         """Return the ids of this user's jobs whose working directory is `directory`, oldest first.
 
-        An empty list is an answer: the controller was reached, and accounting if available,
-        and neither knows of such a job. The name is not used: the directory decides, and a script
-        whose name was edited must be found as well.
+        An empty list is a real answer: the controller, and accounting if there is any, were
+        reached and know no such job. The name is ignored: the directory identifies the job, even
+        if somebody edited the name in the script.
 
         Raises:
             SchedulerUnavailable: no usable answer, which is not the same as no job.
         """
+        # The directory is compared here rather than in Slurm: neither squeue nor sacct can
+        # filter by it. The job's comment is no substitute: sacct has it only where the site sets
+        # AccountingStoreFlags=job_comment.
         job_ids = _ids_in(self._squeue(["--me"]), directory)
         if not job_ids:
             # Accounting dates a job that was cancelled before its begin time in the future, and
@@ -270,6 +294,8 @@ class SlurmScheduler:
 
     def submitting(self, directory: Path) -> bool:
         """Return whether an sbatch of this machine and user still runs in that directory."""
+        # /proc/PID/cwd has no symbolic links; the records' directory may have some, for example a
+        # home that is a link to a project file system.
         wanted = os.path.realpath(directory)
         try:
             pids = [entry for entry in os.listdir(self._proc_root) if entry.isdigit()]
@@ -287,6 +313,8 @@ class SlurmScheduler:
         self._last = None
         for chunk in _chunks([job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]):
             done = self._run(["scancel", *chunk])
+            # scancel fails if any of its jobs is over already, yet cancels the others. A job that
+            # ended between our look and this call is no error.
             if done.returncode == 0 or no_such_job(done.stderr):
                 continue
             message = clean(done.stderr)
@@ -310,6 +338,8 @@ class SlurmScheduler:
                 done = self._run(["scontrol", "--oneliner", "show", "job", whole])
             except SchedulerUnavailable:
                 return True
+            # A job that scontrol no longer knows counts as one that may be requeued: waiting too
+            # long for it is harmless, while declaring it over would end a run that goes on.
             self._may_requeue[whole] = " Requeue=0 " not in done.stdout
         return self._may_requeue[whole]
 
@@ -321,8 +351,9 @@ class SlurmScheduler:
         except SchedulerUnavailable as error:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
-        # Accounting lags: its row for all tasks of an array that wait may still count one that was
-        # removed, which leaves no record. The queue was queried before and is right.
+        # Accounting lags: its row for an array's waiting tasks may still include one that was
+        # cancelled, and a task cancelled while it waits leaves no record of its own. The queue was
+        # asked first, so it is right.
         asked = set(job_ids)
         rows = [
             row
@@ -353,6 +384,8 @@ class SlurmScheduler:
         return rows
 
     def _squeue(self, which: Sequence[str]) -> list[QueueEntry]:
+        # --all and --states=all, so that a job in a hidden partition, or one that has just ended,
+        # does not look as if it had vanished.
         argv = ["squeue", *which, "--all", "--states=all", "--noheader"]
         done = self._read_command([*argv, f"--Format={SQUEUE_FORMAT}"])
         if done.returncode == 0:
@@ -373,16 +406,18 @@ class SlurmScheduler:
             return []
         if done.returncode == 0:
             return parse_sacct(done.stdout)
+        # A cluster without accounting says so with an error status. That is an answer, unlike a
+        # slurmdbd that is down, and it holds for the life of this process.
         if _ACCOUNTING_OFF in done.stderr + done.stdout:
             self._accounting = False
             return []
         raise slurm_error("sacct", done)
 
     def _read_command(self, argv: Sequence[str]) -> Completed:
-        """Run a command that changes nothing; tried again, ever later, while Slurm is busy.
+        """Run a command that changes nothing, with up to two retries while Slurm is busy.
 
-        Only what failed fast is tried again: a controller that let one command time out would do
-        so to the next, and somebody waits for the answer.
+        Only fast failures are retried: after one timeout the next is likely, and a user waits for
+        the answer.
         """
         delay = 1.0
         for tries_left in (2, 1, 0):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Runner
 
 _GROUP_FIELDS = "account,parentname,grptres"
-_ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
+_ACCOUNTING_SECONDS = 25.0  # optional, so not worth a long wait
 _GROUP_LIMITS_SECONDS = 10.0
 
 
@@ -60,8 +60,8 @@ def read_cluster(
         groups: that user's groups; looked up when none are given.
 
     Returns:
-        What the user may see; `hidden` names what not. `associations` and `qos` are None where
-        accounting is off, refuses or does not answer.
+        What the user may see; `hidden` names what the site hides. `associations` and `qos` are
+        None where accounting is off, refuses or does not answer.
 
     Raises:
         SchedulerUnavailable: the controller gave no usable answer.
@@ -72,12 +72,12 @@ def read_cluster(
         user = os.environ.get("USER", user) if user.isdecimal() else user  # of a container
 
     def show(kind: str) -> str:
-        # --all: a partition that is hidden, or closed to the user, is one to report.
+        # --all: a partition that is hidden from the user, or closed to them, must be reported too.
         done = ask(runner, ["scontrol", "--all", "show", kind], env=env)
         if done.returncode == 0:
             return done.stdout
         if kind != "config" and denied(done.stderr):
-            return ""  # a site that shows its users less (PrivateData); newer ones print nothing
+            return ""  # PrivateData; newer versions print nothing and exit with 0
         raise slurm_error("scontrol", done)
 
     def account(*arguments: str) -> str | None:
@@ -110,10 +110,12 @@ def with_group_limits(
 ) -> Cluster:
     """Return the cluster with `group_tres` of its associations as they bind a job.
 
-    sacctmgr shows with a user's association the limits per job that it inherits, but of limits for
-    a group only its own; those of the accounts above hold all the same. Where accounting does not
-    answer, or limits are not enforced, the cluster is returned as it is.
+    For a user's association sacctmgr prints inherited limits per job, but only the association's
+    own limits for a group, although those of the accounts above hold as well. Where accounting
+    does not answer, or limits are not enforced, the cluster is returned unchanged.
     """
+    # A limit that the site does not enforce keeps no job out; a check that reported it would be
+    # wrong.
     if not cluster.associations or not {"limits", "safe"} & cluster.limits.accounting_enforce:
         return cluster
     which = ["associations", "where", f"cluster={cluster.limits.cluster}", "user="]
@@ -128,6 +130,7 @@ def with_group_limits(
         """Return the smallest of each limit from an association up to the root."""
         limits = dict(own)
         left = dict(parents)
+        # `pop` also ends the walk if accounting reports a cycle.
         while account in left:
             account, tres = left.pop(account)
             limits |= {name: min(most, limits.get(name, most)) for name, most in tres.items()}

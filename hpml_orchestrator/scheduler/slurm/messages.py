@@ -35,6 +35,8 @@ _BEFORE = re.compile(
     r"Invalid \S+ specification))",
 )
 
+# A login shell without Slurm's module reads this way in every command. It deserves its own message,
+# because the usual hint, to try again, would never help.
 _NO_CONFIGURATION = re.compile(
     r"^\w+: fatal: Could not establish a configuration source$", re.MULTILINE
 )
@@ -137,6 +139,8 @@ def denied(text: str) -> bool:
 def no_such_job(text: str) -> bool:
     """Return whether every complaint is that a job is not known, or over already."""
     lines = [line for line in text.splitlines() if line.strip()]
+    # All lines, not any: scancel reports each job separately, and one refused job among finished
+    # ones is an error that the user must see.
     return bool(lines) and all(_NO_JOB.search(line) for line in lines)
 
 

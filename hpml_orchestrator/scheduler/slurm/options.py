@@ -96,6 +96,8 @@ class OptionTable:
         known = self.values | self.optional | self.flags
         if name in known:
             return name
+        # getopt_long accepts any unambiguous prefix, so `--ntasks-per-n=4` in a user's script is
+        # legal and must not be read as an unknown option.
         fits = {full for full in known if full.startswith(name)}
         fits |= {full for alias, full in self.aliases.items() if alias.startswith(name)}
         return fits.pop() if len(fits) == 1 else None
@@ -110,6 +112,8 @@ def header_words(script: str) -> Iterator[OptionWord]:
     for number, line in enumerate(script.split("\n"), start=1):
         if line.startswith(_MAGIC):
             yield from _split(line[len(_MAGIC) :], number)
+        # sbatch stops at the first command. A directive below it is a comment to Slurm; reading it
+        # here would promise resources that the job does not get.
         elif line.strip(_BLANKS) and not line.lstrip(_BLANKS).startswith("#"):
             return
 
@@ -152,6 +156,8 @@ def _long(word: OptionWord, rest: list[OptionWord], table: OptionTable) -> Optio
     spelling, equals, value = word.text[2:].partition("=")
     name = table.resolve(spelling)
     shown = word.text
+    # An unknown option may come from a site's plug-in. Whether it takes the next word is a guess;
+    # `known` is false, so that callers do not rely on it.
     if not equals and (name is None or name in table.values):
         value, shown = _take(rest, word.text, word.line, known=name is not None)
     return Option(name or spelling, value, shown, word.line, name is not None)

@@ -114,6 +114,8 @@ def parse_job_id(text: str) -> str | None:
     >>> parse_job_id("47") is None
     True
     """
+    # Only a complete line counts: sbatch may be killed in the middle of a write, and `47` could be
+    # the beginning of `4711`, another user's job. Other lines come from a site's wrapper.
     for line in text.splitlines(keepends=True):
         answer = _JOB_ID.fullmatch(line.strip())
         if answer and line.endswith("\n") and valid_id(answer[1]):
@@ -152,7 +154,7 @@ def parse_exit(text: str) -> tuple[int, int] | None:
     if colon:
         return int(first), int(second)
     status = int(first)
-    if status == 1:  # the controller's own "failed before it began"; accounting has 1:0 for it
+    if status == 1:  # the controller's "failed before it began"; accounting prints it as 1:0
         return 1, 0
     signal = status & _SIGNAL_MASK
     return (0, signal) if signal else (status >> _CODE_SHIFT, 0)
@@ -176,7 +178,7 @@ def parse_squeue(text: str) -> list[QueueEntry]:
 
 def parse_sacct(text: str) -> list[QueueEntry]:
     """Return the rows of `sacct --format=SACCT_FIELDS`, without other lines."""
-    # A newline in a name or a directory does not begin a row; an id and a separator do.
+    # A job's name may contain newlines; only an id and a separator begin a row.
     records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
     rows = (_row(record, restarts=False) for record in records)
     return [row for row in rows if row]
@@ -191,8 +193,12 @@ def match(rows: Iterable[QueueEntry], job_ids: Sequence[str]) -> dict[str, JobSt
     several: dict[str, list[QueueEntry]] = {}
     for row in rows:
         base, _, task = row.shown_id.partition("_")
+        # A task of an array has two ids: its own number once it runs, and ARRAY_INDEX. Users and
+        # our records use the second, a job's own script sees the first; a row answers to both.
         for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
             by_id.setdefault(key, []).append(row)
+        # One row may stand for many tasks that wait. It is matched last, because a task that has
+        # begun has its own row, which knows more.
         if not task or task.startswith("["):
             several.setdefault(base, []).append(row)
     statuses = {}
@@ -216,8 +222,8 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
     state, nodes = parse_state(raw_state), _text(fields[8])
     code, signal = parse_exit(fields[3]) or (None, 0)
-    # The exit code, start and end of a job that is not over are predictions. One that was
-    # cancelled while it waited has a start, but no nodes.
+    # Before a job is over, Slurm prints predictions as its exit code, start and end. A job that
+    # was cancelled while it waited has a start time but no nodes.
     status = JobStatus(
         job_id=shown_id,
         state=state,

@@ -10,8 +10,8 @@ r"""What `scontrol show` and `sacctmgr show` print, as the records of `scheduler
     GRES        gpu:a100:4(S:0-1),gpu:1g.10gb:7(IDX:0,2-6),craynetwork:no_consume:4K
     state       IDLE+DRAIN  DOWN*  idle~  MIXED+CLOUD+POWERING_UP#
 
-Pure functions. Slurm's many words for "nothing" and "no limit" are None, or left out; so is what
-cannot be read: a word that a later version invents stops no reader.
+Pure functions. Slurm's many words for "nothing" and "no limit" become None or are left out, and so
+does anything unreadable: a word that a later version invents must not stop a reader.
 """
 
 from __future__ import annotations
@@ -83,11 +83,15 @@ def parse_records(text: str) -> list[Fields]:
             records.append(Fields())
         elif not records or not line.strip():
             continue
+        # A reason or a comment may contain newlines, and its lines then look like anything, even
+        # like the beginning of a field.
         elif not line[0].isspace() or not _KEY.match(line.lstrip()):
             if last:  # the free text above continues
                 records[-1][last] += f"\n{line.strip()}"
             continue
         for name, value in _pairs(line.strip()):
+            # The first occurrence wins: free text further down may contain a word that looks like a
+            # field.
             records[-1].setdefault(name, value)
             last = name
     return records
@@ -186,7 +190,7 @@ def node_from(record: Fields) -> Node:
         sockets=read_count(record["Sockets"]) or 1,
         cores_per_socket=read_count(record["CoresPerSocket"]) or 1,
         threads_per_core=read_count(record["ThreadsPerCore"]) or 1,
-        # Versions before 21.08 do not show how many CPUs remain besides specialised ones.
+        # Versions before 21.08 do not print the number of CPUs without specialised cores.
         cpus=read_count(record["CPUEfctv"]) or read_count(record["CPUTot"]) or 1,
         memory_mib=max(memory, 1),
         tmp_disk_mib=parse_memory(record["TmpDisk"]) or 0,
@@ -204,7 +208,7 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             account=row["account"],
             partition=row["partition"],
             default=row["account"] == row["defaultaccount"],
-            # A sign means that the name was added to, or removed from, those of the account.
+            # With a sign, the name was added to or removed from the account's list.
             qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
@@ -308,7 +312,7 @@ def _nodes(text: str) -> tuple[str, ...]:
 
 
 def _allowed(text: str) -> tuple[str, ...] | None:
-    # A list of denied names takes the place of the list of allowed ones.
+    # If there is a list of denied names, Slurm prints no list of allowed ones.
     return None if text.upper() == "ALL" else _names(text) or None
 
 
