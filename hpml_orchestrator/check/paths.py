@@ -213,8 +213,9 @@ def _fault(
     return CheckFinding(level, code, place, path, f"{path} {reason}", hint=hint)
 
 
-# Each module is loaded as soon as it is found: in a hierarchy the next may become visible only
-# then, and one may provide conda. Older systems lack `is-avail`, and their `avail` prints to stderr.
+# Each module is loaded as soon as it is found: in a hierarchy the next one may become visible
+# only then, and one may provide conda. Older systems lack `is-avail`, and their `avail` prints to
+# stderr.
 _SOFTWARE_SCRIPT = """\
 conda=$1; shift
 if (($#)) && ! type module >/dev/null 2>&1; then
