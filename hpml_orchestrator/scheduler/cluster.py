@@ -1,7 +1,7 @@
 """A cluster as its controller describes it: nodes, partitions, limits, accounts.
 
-Sizes are in MiB, as Slurm counts memory; times are in seconds. None means unlimited; a list
-of None could not be asked for, or is open to everybody.
+Sizes are in MiB, as Slurm counts memory; times are in seconds. A limit of None is unlimited; a list
+of None could not be read, or is open to everybody.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Node:
 
     @property
     def up(self) -> bool:
-        """Whether jobs can start on it now or when its jobs end."""
+        """Whether jobs can start on it, now or once its current jobs have ended."""
         return not self.states & (_DOWN | _DRAIN | _MAINTENANCE)
 
     def gpus(self, kind: str = "") -> int:
-        """GPUs of that type; of all types when none is given."""
+        """Number of GPUs of a type; of all types by default."""
         return sum(
             gres.count for gres in self.gres if gres.name == "gpu" and kind in ("", gres.kind)
         )
@@ -74,7 +74,7 @@ def takes_jobs(states: frozenset[str]) -> bool:
 def node_state(states: frozenset[str]) -> str:
     """Return one word for what a node can do, lower case.
 
-    A node has one base state and many flags: the first of these that it has is its state.
+    A node has one base state and many flags; the most important of them decides.
 
     >>> node_state(frozenset({"MIXED", "DRAIN"})), node_state(frozenset({"IDLE", "DRAIN"}))
     ('draining', 'drained')
@@ -209,7 +209,7 @@ class Cluster:
         return not _ONLY_JUDGE.issuperset(self.limits.submit_plugins)
 
     def partition(self, name: str) -> Partition | None:
-        """The partition of that name."""
+        """The partition with that name, if there is one."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
     @property
@@ -219,7 +219,7 @@ class Cluster:
 
     @property
     def default_partition(self) -> Partition | None:
-        """Where jobs go that name no partition."""
+        """The partition of jobs that name none."""
         return next((partition for partition in self.partitions if partition.default), None)
 
     def nodes_of(self, partition: Partition) -> tuple[Node, ...]:

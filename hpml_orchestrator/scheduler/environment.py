@@ -1,4 +1,4 @@
-"""What of the user's environment travels with a job: decided once, the same for every backend."""
+"""Which variables of the user's environment a job inherits, for every backend."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def job_environment(environment: Mapping[str, str], inherit: str) -> dict[str, s
 
     Args:
         environment: the environment of the submitting process.
-        inherit: `all` for everything but what belongs to the submitting session, to schedulers and
-            to launchers; `minimal` for what a login has anyway.
+        inherit: `all` for everything except variables of the submitting session, of schedulers and
+            of launchers; `minimal` for those that every login has.
 
     >>> job_environment({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
     {'PATH': '/bin'}

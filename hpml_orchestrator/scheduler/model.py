@@ -1,4 +1,4 @@
-"""What every scheduler has in common: requests, states, statuses, and the Protocol."""
+"""What all schedulers share: requests, states, statuses, and the Protocol."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobState(enum.StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen in this state."""
+        """Whether this state is final."""
         return self not in _UNFINISHED
 
     @property
@@ -124,7 +124,7 @@ BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
     """Return the status of an array as a whole, under the requested id.
 
-    That of a task that runs, else of one that waits, else of one that did not complete.
+    A running task takes precedence, then a waiting one, then one that did not complete.
     """
 
     # An array that still has a running task is running, however many have failed: users wait for
@@ -139,7 +139,7 @@ def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
 
 @dataclass(frozen=True)
 class Dependency:
-    """Another job whose end a job waits for.
+    """A job whose end another job waits for.
 
     Attributes:
         job_id: its id, of a task of an array `<array's id>_<index>`.
@@ -156,7 +156,7 @@ class SubmitRequest:
 
     Attributes:
         directory: the submission's directory (absolute). It becomes the job's working directory,
-            which is how an own job is found again after a crash; it holds `job.sh`.
+            by which our own job is found again after a crash; it holds `job.sh`.
         output: absolute path of the file for the script's standard output and error, if it is no
             array, each task of which has its own, see `task_output`.
         name: the job's name, for looking it up.

@@ -57,7 +57,7 @@ class Absent:
 
     Attributes:
         reason: why that is certain.
-        refused: sbatch's message if it refused; empty otherwise.
+        refused: sbatch's message if it refused the job; otherwise empty.
         hint: what to do about a refusal.
     """
 
@@ -68,7 +68,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Undecided:
-    """It cannot be known yet.
+    """It is not known yet.
 
     Attributes:
         reason: why.
@@ -107,8 +107,8 @@ def recover(
         now: seconds since the epoch.
         grace_seconds: how long after its start an sbatch may still be under way unseen; never
             shorter than `GRACE_SECONDS` if sbatch itself reported that its answer was lost.
-        answers: where sbatch's answer is, if it is not the submission's directory.
-        known: ids of earlier jobs of the submission, which are not meant.
+        answers: directory of sbatch's answer; default: that of the submission.
+        known: ids of earlier jobs of the submission, to ignore.
     """
     answers = answers or directory
     # The order matters. Evidence on disk comes first, since it is final and

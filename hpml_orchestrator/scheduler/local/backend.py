@@ -69,7 +69,7 @@ class LocalScheduler:
         return ""
 
     def arguments(self, request: SubmitRequest) -> list[str]:
-        """Return what will be run."""
+        """Return the command that runs the script, for the record."""
         return ["bash", os.fspath(request.directory / "job.sh")]
 
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:  # noqa: ARG002

@@ -115,9 +115,9 @@ class LocalRequest:
 
     Attributes:
         output: of the script, unless it is an array.
-        indices: of an array, or of its one task to run; empty for a single job.
-        limit: number of tasks to run at once; None: all.
-        after: id of each job to wait for, and the end that it must have.
+        indices: of the array's tasks to run; empty for a single job.
+        limit: maximum number of tasks that run at once; None: all.
+        after: id of each job to wait for, and how it must end.
         submitted: seconds since the epoch.
     """
 
@@ -208,7 +208,7 @@ class LocalJob:
 
     @property
     def supervisor(self) -> Identity | None:
-        """Its supervisor, if that very process still runs."""
+        """Its supervisor, if that same process still runs."""
         recorded = self.status.supervisor
         # Pids and start times repeat after a reboot, both being small numbers: without the boot id
         # a stranger's process could pass for the supervisor.
@@ -233,7 +233,7 @@ class LocalJob:
         """Change the state, here and on disk.
 
         Raises:
-            RecordError: it cannot be written; it is changed here all the same.
+            RecordError: it cannot be written; the state in memory is changed nevertheless.
         """
         self.status = status
         write_json(self.directory / f"{self.position}.json", asdict(status))

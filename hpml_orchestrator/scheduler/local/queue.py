@@ -95,7 +95,7 @@ class Queue:
         return allocation if isinstance(allocation, str) else "None"
 
     def allocation(self, job: LocalJob) -> tuple[list[int], list[str]] | str:
-        """Return the CPUs and GPUs that the first job in line gets, or why it has to wait."""
+        """Return the CPUs and GPUs for the first job in line, or the reason why it waits."""
         machine, needs = job.request.machine, job.request.needs
         taken_cpus = {cpu for holder in self._holders for cpu in holder.status.cpus}
         taken_gpus = {gpu for holder in self._holders for gpu in holder.status.gpus}
@@ -128,9 +128,9 @@ class Queue:
 
 
 def schedule(home: Home) -> list[LocalJob]:
-    """End jobs that were lost or can never start, start what has room; return what is not over.
+    """End jobs that are lost or can never start, start those that fit; return the unfinished ones.
 
-    Needs the lock. What cannot be written to disk now is tried again by the next call.
+    Needs the lock. What cannot be written to disk now is retried by the next call.
     """
     jobs = home.active()
     # Pids of another machine would look dead from here, and its jobs would be recorded as failed.
@@ -180,7 +180,7 @@ def _clean_up_lost_job(job: LocalJob, home: Home) -> str:
 def _start(home: Home, job: LocalJob, cpus: Sequence[int], gpus: Sequence[str]) -> None:
     """Allocate CPUs and GPUs and start a supervisor, which claims the job under the lock.
 
-    Dying in between does no harm: a later call starts another one, and only the first claims.
+    This process may die in between: a later call starts another supervisor, and only one claims.
     """
     with contextlib.suppress(RecordError):
         job.save(

@@ -96,7 +96,7 @@ class Needs:
 
 
 def read_directives(script: str) -> Directives:
-    r"""Return what the `#SBATCH` header of a script asks for.
+    r"""Return the requests of a script's `#SBATCH` header.
 
     Raises:
         SchedulerError: sbatch would refuse the header, or this machine cannot honour it.
@@ -145,7 +145,7 @@ def _count(text: str) -> int:
 
 
 def _nodes(text: str) -> int:
-    """Return the least number of nodes: `2`, `1-4`."""
+    """Return the minimum number of nodes of `2` or `1-4`."""
     least, dash, most = text.partition("-")
     if dash and _count(most) < _count(least):
         raise ValueError(f"{text!r}: the maximum is below the minimum")
@@ -208,8 +208,8 @@ def cpu_ids() -> list[int]:
 def gpu_ids() -> list[str]:
     """Return the NVIDIA GPUs of this machine as CUDA_VISIBLE_DEVICES would name them.
 
-    CUDA_VISIBLE_DEVICES of this process decides if it is set (like CUDA, up to the first
-    entry that is none); otherwise the device files are counted.
+    If CUDA_VISIBLE_DEVICES of this process is set, it decides; like CUDA, read it up to the first
+    invalid entry. Otherwise count the device files.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -51,7 +51,7 @@ _CANNOT_EXECUTE = 126
 
 
 def main(home_path: str, lock_root: str, job_id: str) -> None:
-    """Run one job that `schedule` allocated CPUs and GPUs to."""
+    """Run one job to which `schedule` allocated CPUs and GPUs."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     home = Home(Path(home_path), Path(lock_root))
@@ -69,7 +69,7 @@ def main(home_path: str, lock_root: str, job_id: str) -> None:
 
 
 class _Signals:
-    """The signals that this process received, by the interpreter's wake-up pipe."""
+    """The signals that this process received, through the interpreter's wake-up pipe."""
 
     def __init__(self) -> None:
         # A wake-up pipe instead of work in handlers: a signal that arrives just before select()
@@ -290,7 +290,7 @@ class _Run:
         return members
 
     def _reap(self) -> None:
-        """Collect every child that ended; orphans of the job are children too."""
+        """Reap all children that have ended; orphans of the job are children too."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.shell.pid and self.status is None:

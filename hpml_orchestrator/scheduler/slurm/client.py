@@ -66,7 +66,7 @@ _ACCOUNTING_OFF = "accounting storage is disabled"
 
 
 class PollSchedule:
-    """Delays between polls, in seconds: short at first, 30 s in the long run, never in step.
+    """Delays between polls in seconds: short at first, later 30 s, with jitter.
 
     >>> schedule = PollSchedule(jitter=0)
     >>> [next(schedule) for _ in range(9)]
@@ -88,7 +88,7 @@ class PollSchedule:
         return delay * (1 + random.uniform(-self._jitter, self._jitter))
 
     def reset(self) -> None:
-        """Begin again with short delays, for example when a state has changed."""
+        """Return to short delays, for example after a change of state."""
         self._index = 0
 
 
@@ -293,7 +293,7 @@ class SlurmScheduler:
         return sorted(job_ids, key=int)
 
     def submitting(self, directory: Path) -> bool:
-        """Return whether an sbatch of this machine and user still runs in that directory."""
+        """Return whether an sbatch of this user still runs in that directory, on this machine."""
         # /proc/PID/cwd has no symbolic links; the records' directory may have some, for example a
         # home that is a link to a project file system.
         wanted = os.path.realpath(directory)
@@ -395,7 +395,7 @@ class SlurmScheduler:
         raise slurm_error("squeue", done)
 
     def _sacct(self, which: Sequence[str]) -> list[QueueEntry]:
-        """Return accounting's rows; none where the cluster keeps no accounting."""
+        """Return the rows of accounting; none on a cluster without accounting."""
         if not self._accounting:
             return []
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", f"--delimiter={UNIT}"]
@@ -455,7 +455,7 @@ class SlurmScheduler:
 
 
 class _NoSuchJobError(SchedulerError):
-    """The controller answered that it has none of the jobs."""
+    """The controller answered that it knows none of the jobs."""
 
 
 def _ids_in(rows: Sequence[QueueEntry], directory: Path) -> set[str]:
@@ -466,7 +466,7 @@ def _ids_in(rows: Sequence[QueueEntry], directory: Path) -> set[str]:
 
 
 def _whole(job_ids: Sequence[str]) -> list[str]:
-    """Return the ids with arrays in place of their tasks: one id covers ten thousand."""
+    """Return the ids with arrays instead of their tasks: one id covers ten thousand."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 

@@ -1,8 +1,7 @@
 """Ask a live Slurm cluster for its limits, partitions, nodes and accounts.
 
-`scontrol` is asked in its text form, which every version has and which has hardly changed; JSON
-came to it with 24.11. The calls run side by side, since each waits 10-20 s for a controller that
-does not answer.
+`scontrol` prints text, which every version has and which has hardly changed; it has JSON only from
+24.11 on. The calls run in parallel, since each waits 10-20 s for a controller that does not answer.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ def read_cluster(
     user: str | None = None,
     groups: Iterable[str] | None = None,
 ) -> Cluster:
-    """Return the cluster as its controller, and its accounting if available, describe it.
+    """Return the cluster as described by its controller and, if available, its accounting.
 
     Args:
         run: starts commands.
-        env: environment of the commands; the process's own when none is given.
-        user: whose associations to read; who runs this when none is given.
-        groups: that user's groups; looked up when none are given.
+        env: environment of the commands; default: that of this process.
+        user: whose associations to read; default: the current user.
+        groups: that user's groups; looked up if omitted.
 
     Returns:
         What the user may see; `hidden` names what the site hides. `associations` and `qos` are
@@ -127,7 +126,7 @@ def with_group_limits(
     }
 
     def smallest(account: str, own: Mapping[str, int]) -> dict[str, int]:
-        """Return the smallest of each limit from an association up to the root."""
+        """Return the smallest value of each limit on the way from an association to the root."""
         limits = dict(own)
         left = dict(parents)
         # `pop` also ends the walk if accounting reports a cycle.
@@ -146,7 +145,7 @@ def with_group_limits(
 def _account(
     run: Runner, arguments: Iterable[str], env: Mapping[str, str] | None, timeout: float
 ) -> str | None:
-    """Return what `sacctmgr show` prints; None where accounting refuses or does not answer."""
+    """Return the output of `sacctmgr show`; None if accounting refuses or does not answer."""
     try:
         done = ask(run, ["sacctmgr", "-nP", "show", *arguments], env=env, timeout=timeout)
     except SchedulerUnavailable:

@@ -101,7 +101,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 
 def clean(text: str) -> str:
-    r"""Return Slurm's own words on one line, without the name of the command in front.
+    r"""Return Slurm's messages on one line, without the leading name of the command.
 
     >>> clean("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job failed\n")
     'invalid partition specified: x; Batch job failed'
@@ -111,7 +111,7 @@ def clean(text: str) -> str:
 
 
 def hint_for(text: str) -> str:
-    """Return what the user can do about a refusal; empty if nothing is known."""
+    """Return a hint for a refusal; empty if there is none."""
     for pattern, hint in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return hint
@@ -119,25 +119,25 @@ def hint_for(text: str) -> str:
 
 
 def transport_fault(text: str) -> bool:
-    """Return whether the controller, or the way to it, is at fault and not the request."""
+    """Return whether the controller or the connection to it failed, not the request itself."""
     return _TRANSPORT.search(text) is not None
 
 
 def not_configured(text: str) -> bool:
-    """Return whether the command found no configuration, and so could contact no controller.
+    """Return whether the command found no configuration and so cannot have contacted a controller.
 
-    This excludes a client that fetches slurm.conf from a slurmd: there the connection failed.
+    A client that fetches slurm.conf from a slurmd does not count: there the connection failed.
     """
     return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
 
 
 def denied(text: str) -> bool:
-    """Return whether Slurm does not let this user do or see it."""
+    """Return whether Slurm denied this user access."""
     return "access/permission denied" in text.lower()
 
 
 def no_such_job(text: str) -> bool:
-    """Return whether every complaint is that a job is not known, or over already."""
+    """Return whether every message is about a job that is unknown or has ended."""
     lines = [line for line in text.splitlines() if line.strip()]
     # All lines, not any: scancel reports each job separately, and one refused job among finished
     # ones is an error that the user must see.
@@ -147,8 +147,8 @@ def no_such_job(text: str) -> bool:
 def final_refusal(text: str) -> str | None:
     """Return why sbatch refused, if its messages alone say for certain that no job exists.
 
-    Complete lines only: a torn last line does not count. Any message that may be about a
-    request under way, or after a lost answer, is not certain.
+    Only complete lines count, not a torn last one. A message that may concern a request under way,
+    or that may follow a lost answer, proves nothing.
     """
     if transport_fault(text):
         return None

@@ -52,7 +52,7 @@ class OptionWord:
 
 @dataclass(frozen=True)
 class Option:
-    """One option as it was read.
+    """One option of a command line or header.
 
     Attributes:
         name: its long name if known, else its spelling without dashes.
@@ -90,7 +90,7 @@ class OptionTable:
     short_flags: frozenset[str]
 
     def resolve(self, name: str) -> str | None:
-        """Return the long name of a spelling or an unambiguous beginning; None if none fits."""
+        """Return the long name of a spelling or an unambiguous prefix; None if there is none."""
         if name in self.aliases:
             return self.aliases[name]
         known = self.values | self.optional | self.flags
@@ -121,19 +121,19 @@ def header_words(script: str) -> Iterator[OptionWord]:
 def read_options(
     words: Sequence[OptionWord], table: OptionTable, *, stop: bool = False
 ) -> tuple[list[Option], list[OptionWord]]:
-    """Return the options of a command line, and the words that are none.
+    """Return the options of a command line, and the words that are not options.
 
     Args:
         words: the command line without the program.
         table: what the program knows.
-        stop: end at the first word that is not an option, the begin of srun's command;
-            else such words are collected.
+        stop: whether to end at the first word that is not an option, where srun's command begins;
+            otherwise such words are collected.
 
     Raises:
         HeaderError: a value is missing.
     """
     rest = list(words)
-    rest.reverse()  # taken from the end: a long command line is read once
+    rest.reverse()  # pop() from the end is cheap, also on a long command line
     options: list[Option] = []
     others: list[OptionWord] = []
     while rest:

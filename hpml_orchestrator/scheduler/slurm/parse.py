@@ -70,7 +70,7 @@ class QueueEntry:
 
 
 def escape_output(path: str) -> str:
-    r"""Return a path such that sbatch's `--output` means just that file.
+    r"""Return a path escaped so that sbatch's `--output` writes to exactly that file.
 
     A backslash anywhere switches every `%` pattern off and is itself removed (observed with
     22.05; `remove_path_slashes` in Slurm's source, also of the newest): then only backslashes are
@@ -124,7 +124,7 @@ def parse_job_id(text: str) -> str | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Return seconds since the epoch; None for Slurm's many words for nothing.
+    """Return seconds since the epoch; None for any of Slurm's words for no time.
 
     >>> parse_time("1795217201")
     1795217201.0
@@ -185,7 +185,7 @@ def parse_sacct(text: str) -> list[QueueEntry]:
 
 
 def match(rows: Iterable[QueueEntry], job_ids: Sequence[str]) -> dict[str, JobStatus]:
-    """Return the status of each id that was asked for, as far as the rows know it.
+    """Return the status of each requested id that the rows contain.
 
     An array's own id gets the `representative` status of its tasks.
     """

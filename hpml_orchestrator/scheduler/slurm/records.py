@@ -68,7 +68,7 @@ _DEFAULTS = ClusterLimits()
 
 
 class Fields(dict[str, str]):
-    """Values by name, as printed; a name that is missing has an empty value."""
+    """Values by name, as printed; a missing name has an empty value."""
 
     def __missing__(self, name: str) -> str:
         return ""
@@ -259,7 +259,7 @@ def parse_memory(text: str) -> int | None:
 
 
 def parse_tres(text: str) -> dict[str, int]:
-    """Return counts by kind, memory in MiB; what has no limit, or no number, is left out.
+    """Return counts by kind, memory in MiB; kinds without a limit or number are omitted.
 
     >>> parse_tres("cpu=16,mem=62.50G,gres/gpu:a100=4")
     {'cpu': 16, 'mem': 64000, 'gres/gpu:a100': 4}
@@ -274,7 +274,7 @@ def parse_tres(text: str) -> dict[str, int]:
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:
-    """Return generic resources of one node; what is configured twice is added up.
+    """Return the generic resources of one node; entries of the same kind are added up.
 
     >>> parse_gres("gpu:a100:4(S:0-1),gpu:2")
     (Gres(name='gpu', kind='a100', count=4), Gres(name='gpu', kind='', count=2))
@@ -283,7 +283,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 
 def node_states(text: str) -> frozenset[str]:
-    """Return base state and flags of a node, upper case; its marks as the flags they stand for.
+    """Return the base state and flags of a node in upper case, with its marks as flags.
 
     >>> sorted(node_states("DOWN*+CLOUD")), sorted(node_states("idle~"))
     (['CLOUD', 'DOWN', 'NOT_RESPONDING'], ['IDLE', 'POWERED_DOWN'])
