@@ -22,10 +22,10 @@ _WANTED = {"ok": "completed", "notok": "failed"}
 def pending_dependencies(
     store: Store, dependencies: Sequence[str], *, backend: str, backends: Backends | None = None
 ) -> list[WaitedRun]:
-    """Return `run`, `end` and `job_id` of each run that must still be waited for.
+    """Return `run`, `end` and `job_id` of each run that has not ended yet.
 
-    A run that is over is judged here, by its record: Slurm takes the id of a job that it has
-    forgotten for one that ended as wanted.
+    A run that is over is judged here by its record, because Slurm treats a dependency on a job that
+    it has forgotten as fulfilled.
 
     Args:
         store: where records live.

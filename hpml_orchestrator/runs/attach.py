@@ -32,7 +32,7 @@ _NAMED_NODES = 8
 
 @dataclass(frozen=True)
 class Attachment:
-    """A process to become.
+    """What to exec.
 
     Attributes:
         argv: program and arguments.
@@ -55,11 +55,11 @@ def attachment(
     terminal: bool = False,
     environment: Mapping[str, str],
 ) -> Attachment:
-    """Return what to run so that a command joins a running job.
+    """Return the command line that joins a running job.
 
-    With Slurm it is a step that overlaps all others of the job and is not bound: it has the CPUs,
-    the memory and the GPUs of the job on that node. With the local backend it is the command
-    itself, with the variables and CPUs of the job.
+    With Slurm it is a step that overlaps all others of the job and is not bound: it can use the
+    job's CPUs, memory and GPUs on that node. With the local backend it is the command itself, with
+    the job's variables and CPUs.
 
     Args:
         state: of the run, or of one task.

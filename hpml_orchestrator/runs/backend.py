@@ -25,7 +25,7 @@ def choose(wanted: str) -> str:
     """Return `slurm` or `local` for `auto`, `slurm` or `local`.
 
     Raises:
-        InputError: it is none of them.
+        InputError: it is another word.
     """
     # sbatch alone decides. A cluster that is down must not turn a job for its nodes into a local
     # one on the login node.
@@ -70,7 +70,7 @@ def cluster_name(scheduler: Scheduler) -> str:
 def elsewhere(cluster: str, scheduler: Scheduler) -> str:
     """Return where a submission is, if that is not the scheduler's cluster; empty if it is.
 
-    A job id means another job there, or none.
+    There the same job id is another job's, or nobody's.
 
     Args:
         cluster: that the submission was made to; empty if that is not known.

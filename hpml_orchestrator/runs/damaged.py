@@ -1,4 +1,4 @@
-"""Damaged records of a run: named before figures are made of them."""
+"""Find damaged records of a run before figures are computed from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def damage_error(state: State, found: Sequence[Damage]) -> RecordError:
 
 @contextlib.contextmanager
 def naming_damage(state: State) -> Iterator[None]:
-    """Report a record that does not have the expected form as damaged.
+    """Turn errors about a record's form into one that names the damaged file.
 
     Raises:
         RecordError: names the file if it can be found.

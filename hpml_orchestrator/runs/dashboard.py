@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def cluster_job(attempt: Attempt) -> tuple[str, str]:
     """Return cluster and job id of an attempt, as metrics have them in their labels.
 
-    Of an array's task it is the job id of that task, not the array's. Empty where not known. A run
-    of the local backend, such as local-3fa9c1-7, has the cluster of its node, which is not known.
+    For a task of an array it is the task's own job id. Unknown values are empty: a run of the local
+    backend, such as local-3fa9c1-7, belongs to the cluster of its node, which is not known here.
     """
     try:
         cluster = str(read_json(attempt.directory / "head.json").get("cluster", ""))

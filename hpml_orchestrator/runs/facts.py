@@ -58,7 +58,7 @@ def gather(
     summary: Summary | None = None,
     now: float | None = None,
 ) -> Facts:
-    """Return what is known of a run's last attempt; before its start only what it asked for.
+    """Return the facts about a run's last attempt; before its start only what it requested.
 
     Args:
         state: of the run, or of one task of an array.
@@ -208,7 +208,7 @@ def _node(
 def _measured(
     samples: Sequence[tuple[Mapping[str, str], float]], seconds: float
 ) -> list[NodeFacts]:
-    """Return Prometheus' figures of a job's nodes, in the form of a record."""
+    """Return Prometheus' figures for a job's nodes, in the form that records have."""
     nodes: dict[str, dict[str, float]] = defaultdict(dict)
     names: dict[tuple[str, str], str] = {}
     # of each GPU by node and UUID: figures, and what is by reason or by XID

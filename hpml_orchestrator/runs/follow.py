@@ -41,10 +41,10 @@ def wait_until_over(
 ) -> State:
     """Return the submission's last state, once it is over.
 
-    The scheduler is asked after 1 s and then less and less often, up to 30 s apart. The job's own
-    record of its end triggers the next question at once: it is looked for five times a second, for
-    a Slurm job, whose records may lie on a shared file system, once a second. A job that its
-    scheduler does not know in three answers in a row is given up.
+    The scheduler is queried after 1 s and then less and less often, up to 30 s apart. When the job
+    records its own end, the next query follows at once: a local job's record is polled five times a
+    second, a Slurm job's, which may be on a shared file system, once a second. The wait ends after
+    three answers in a row that do not know the job.
 
     Raises:
         RecordError: its record cannot be read.
@@ -80,7 +80,7 @@ def wait_until_over(
 
 
 def _watched(state: State) -> list[Run]:
-    """Return the runs whose records are watched: of an array only the last few tasks."""
+    """Return the runs whose records are polled; of an array only once few tasks are left."""
     runs = [task.run for task in state.tasks if not task.over] if state.tasks else [state.run]
     # Each look costs a few file operations per task, every second, on a shared file system.
     return runs if len(runs) <= _WATCHED_TASKS else []
@@ -114,7 +114,7 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return everything new, and what is written shortly afterwards: the end may be late."""
+        """Return everything new, and what follows shortly afterwards: the last lines may be late."""
         parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])

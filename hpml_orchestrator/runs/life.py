@@ -93,7 +93,7 @@ class Life:
 
     @property
     def line(self) -> str:
-        """Where a run that has not ended is, in one line; empty if there is nothing to say."""
+        """Attempt, resumed step and time left of an unfinished run, in one line; may be empty."""
         place, left = self.place, self.left_seconds
         return f"{place}, time limit in {_about(left)}" if place and left is not None else place
 
@@ -124,7 +124,7 @@ class Life:
 
     @property
     def restarts(self) -> str:
-        """What restarts and checkpoints cost, in one line; empty without any."""
+        """The cost of restarts and checkpoints in one line; empty if there were none."""
         parts = []
         if self._trained_unseen:
             parts.append("time lost to restarts is unknown: the program reports no steps")

@@ -132,7 +132,7 @@ class LiveJob:
 
 @dataclass
 class LiveJobs:
-    """Looks at jobs again and again, and asks no scheduler more often than every 30 seconds.
+    """Reads jobs repeatedly, and queries no scheduler more often than every 30 seconds.
 
     Attributes:
         store: where records live.
@@ -219,7 +219,7 @@ class LiveJobs:
         return jobs
 
     def _ask(self) -> list[State]:
-        """Return the runs and running tasks to look at; of an array without any, the array."""
+        """Return the runs and running tasks to show; an array without running tasks is one row."""
         chosen = (
             self._runs
             if self.words

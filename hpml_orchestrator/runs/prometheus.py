@@ -1,6 +1,6 @@
 """Jobs in a Prometheus with hpml's recording rules: their users and their figures.
 
-All of it are two instant queries, however many jobs there are.
+This takes two instant queries, however many jobs there are.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Prometheus:
 
 
 def _refusal(error: HTTPError) -> str:
-    """Return what an answer other than 200 means."""
+    """Return an error message for an HTTP status other than 200."""
     if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return (
             f"HTTP {error.code}: name a file with user:password or a token: --prometheus-auth FILE"

@@ -1,7 +1,7 @@
 """Remove old submissions with their runs, and count the disk space that is freed.
 
-A submission is renamed before anything of it is removed: from then on no command sees it, and the
-next prune completes an interrupted removal. Two may run at the same time.
+A submission is renamed before any of it is removed: from then on no command sees it, and the next
+prune completes an interrupted removal. Two prunes may run at the same time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def prune(
 ) -> Pruned:
     """Remove submissions that are over, with all of their runs.
 
-    Never one that is not known to be over, and never another user's.
+    Submissions that may not be over, and those of other users, are never removed.
 
     Args:
         store: where records live.
@@ -196,7 +196,7 @@ class _Remover:
             self.done.interrupted = True
 
     def _remove(self, sid: str, directory: Path, state: State | None = None) -> None:
-        """Remove a submission with its runs; renamed first, so that no command sees half of it."""
+        """Remove a submission with its runs; rename it first, so that nobody sees half of it."""
         runs = self.runs[sid]
         # Local jobs first: only the submission's own record leads to them, and it is removed last.
         local = self._local_jobs(sid, directory)

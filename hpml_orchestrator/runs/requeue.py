@@ -114,9 +114,9 @@ def _continue(
     sleep: Callable[[float], None],
     notice: Callable[[str], None],
 ) -> str:
-    """Submit the continuation of a run that is over, once, and return the id of its job.
+    """Submit the continuation of a run that is over, exactly once, and return its job's id.
 
-    None of the `known` jobs is alive.
+    The `known` jobs have all ended.
     """
     submission = state.submission
     while True:

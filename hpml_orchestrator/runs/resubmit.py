@@ -39,7 +39,7 @@ def checkpoint_directory(state: State) -> str:
 
 
 def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None = None) -> None:
-    """Refuse a run that is not over, that something else starts again, or that is continued now.
+    """Refuse a run that is not over, is restarted by something else, or is being continued.
 
     Raises:
         InputError: with the reason, and what to do instead.
@@ -101,7 +101,7 @@ def refuse_shared_checkpoints(store: Store, job: Job) -> None:
 
 
 def _started_by_others(state: State) -> tuple[str, str] | None:
-    """Return why something else has to start a run again, and a hint; None if nothing has to."""
+    """Return why this run must be restarted in another way, and a hint; None if not."""
     submission, record = state.submission, state.submission.record()
     if record.get("sweep"):
         of_sweep = f"belongs to the sweep {record['sweep']}, which submits its points itself"

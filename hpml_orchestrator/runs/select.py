@@ -93,7 +93,7 @@ def select(
     limit: int | None = None,
     backends: Backends | None = None,
 ) -> list[State]:
-    """Return the states of the runs that fulfil every condition, newest first.
+    """Return the states of the runs that meet all conditions, newest first.
 
     Args:
         store: where records live.
@@ -139,7 +139,7 @@ def unfinished(store: Store, pattern: str, *, backends: Backends | None = None) 
 def one_run(
     submission: Submission, *, field: str, has: str, choose: str = "name one"
 ) -> Submission:
-    """Return a submission of one run; of a job array with several tasks, one must be named.
+    """Return a submission that is a single run; of an array of several tasks, one must be named.
 
     Args:
         submission: what the user named.

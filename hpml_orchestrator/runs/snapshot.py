@@ -1,7 +1,7 @@
 """Copy the git repository of a job's code, so that later edits do not change what the job runs.
 
-Git lists the names, the files are copied as they lie on disk: `git archive` would leave out what
-`export-ignore` names, and a checkout would run filters.
+Git lists the names, and the files are copied as they are on disk: `git archive` would leave out
+what `export-ignore` names, and a checkout would run filters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Snapshot:
     script: str | None = None  # the job's script, relative to the top; None if outside
 
     def holds(self, path: str | Path) -> bool:
-        """Whether a path is the top or below it."""
+        """Whether a path is the top of the repository or below it."""
         return os.path.realpath(path) == self.top or bool(_relative(path, self.top))
 
     def take(
@@ -170,7 +170,7 @@ class Snapshot:
         return os.path.getsize(copy)
 
     def _link(self, path: str, text: str, entries: dict[str, _Entry]) -> str:
-        """Return where a copied link leads: to the copy of a file of the tree, else as before."""
+        """Return the target of a copied link: a file in the tree becomes its copy, others stay."""
         folder = os.path.dirname(path)
         inside = os.path.relpath(os.path.join(self.top, folder, text), self.top)
         # A relative link may lead out of the tree, which is elsewhere for the copy. An absolute one

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import Site
 
 RAM_SHARE = 0.5
-"""Share of the memory not requested by the job that staging may use: the rest
-is for the page cache, for other jobs, and for what the job did not foresee."""
+"""Share of the memory not requested by the job that staging may use: the rest is for the page
+cache, for other jobs, and for unforeseen needs of the job."""
 
 _PAGE_BYTES = 4096
 _ANY_BYTES = 1 << 62
@@ -44,7 +44,7 @@ _COMPRESSED = (
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """What the nodes that a job may land on have, each the least of them; None: not known."""
+    """The least memory and disk of the nodes that a job may run on; None if unknown."""
 
     memory_mib: int | None = None  # that jobs can have
     disk_mib: int | None = None  # size of the local disk
@@ -71,7 +71,7 @@ def resolve_stage_targets(
 ) -> tuple[ResolvedJob, dict[str, str]]:
     """Return the job with a target for every `auto`, and the size of all data in RAM.
 
-    The second value is why each `auto` became what it is, by the name of its entry.
+    The second value is the reason for each choice, by the name of the entry.
 
     Files in /dev/shm count as the job's memory, so `--mem` has to include them: where memory is
     asked for, the size is measured if the job file does not give it.

@@ -46,7 +46,7 @@ _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 
 @dataclass(frozen=True)
 class _End:
-    """The last state of a submission or a task as it is recorded, with the fields of `State`."""
+    """The recorded last state of a submission or task; the fields are those of `State`."""
 
     job_id: str
     state: str
@@ -60,7 +60,7 @@ class _End:
 
     @staticmethod
     def of(state: State) -> _End:
-        """Return what is recorded of a state."""
+        """Return the part of a state that is recorded."""
         return _End(**{one.name: getattr(state, one.name) for one in fields(_End)})
 
     @staticmethod
@@ -211,7 +211,7 @@ def keep_ends(state: State) -> None:
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:
-    """Withdraw the record of an end, because a run continues; or undo that."""
+    """Withdraw the recorded end, because a run continues; or restore it."""
     # One rename in either direction, so that no reader finds neither file: the ended tasks of an
     # array stay known while one of them continues.
     final, ends = submission.directory / _FINAL, submission.directory / _ENDS
@@ -220,7 +220,7 @@ def reopen(submission: Submission, *, undo: bool = False) -> None:
 
 
 def read_final(base: State) -> State | None:
-    """Return the last state of a submission that is known to be over, else None.
+    """Return the recorded last state of a submission; None if it is not known to be over.
 
     Args:
         base: the submission, without a job.
@@ -273,8 +273,8 @@ def _tasks(base: State, ends: _Ends, job_id: str) -> dict[int | None, State]:
 def array_state(whole: State, tasks: Sequence[State]) -> State:
     """Return the state of an array.
 
-    It is over when every task is, with the state of its worst task. Before that it is RUNNING as
-    soon as one task runs or some are over while others wait, else PENDING, else UNKNOWN.
+    It is over when every task is, and then has the state of its worst task. Before that it is
+    RUNNING as soon as one task has run, else PENDING, or UNKNOWN if no task's state is known.
 
     Args:
         whole: what is known of the submission.

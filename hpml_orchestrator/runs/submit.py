@@ -198,7 +198,7 @@ def next_outcome(
     known: Collection[str],
     now: float,
 ) -> Outcome:
-    """Find out whether a run has a continuation after an attempt; record it if so.
+    """Determine whether a run has a continuation after an attempt, and record it.
 
     Args:
         store: where records live.

@@ -51,7 +51,7 @@ class Tuned:
         diff: lines of a unified diff from the old job file.
         resolved: the job that it describes.
         site: the site profile that applies to it there.
-        notes: what a reader has to know, such as that comments could not be kept.
+        notes: remarks for the user, for example that comments could not be kept.
     """
 
     path: Path
@@ -96,7 +96,7 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 
 
 def refuse_unchangeable(record: SubmitRecord, label: str, chosen: Chosen) -> None:
-    """Refuse a run whose job file cannot be changed, or of which nothing has to change.
+    """Refuse a run whose job file cannot be changed or need not be.
 
     Raises:
         InputError: it has no job file, as a Python function that submitit submitted; or there is no

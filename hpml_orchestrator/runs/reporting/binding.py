@@ -1,4 +1,4 @@
-"""Where the ranks of an attempt ran, and whether as planned: from its own records."""
+"""Where the ranks of an attempt ran, and whether as planned, from its own records."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BindingReport:
 def read_binding(
     attempt: Attempt, asked: object = None, records: Sequence[BindingRecord] | None = None
 ) -> BindingReport:
-    """Return what is known of an attempt's binding; damaged records are reported, never raised.
+    """Return the binding of an attempt; damaged records are reported, never raised.
 
     Args:
         attempt: which one.
@@ -139,7 +139,7 @@ def _read_proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:
 
 
 def _verified(proof: NodeProof, rank: RankProof) -> RankLocation:
-    """Return what a node's agent verified; with the policy `none` no place is right or wrong."""
+    """Return the place of a rank that the node's agent verified; `none` judges no place."""
     names = {field.name for field in fields(RankLocation)} - {"node", "right"}
     common = {name: getattr(rank, name) for name in names}
     right = None if proof.policy == "none" else not rank.wrong

@@ -35,7 +35,7 @@ _HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Hours:
-    """What all attempts of a run occupied.
+    """The hours that all attempts of a run occupied.
 
     Attributes:
         gpu, core: GPU-hours and core-hours; a core is a CPU as the scheduler counts it.
@@ -101,7 +101,7 @@ class Description:
 
 
 def describe(state: State, summary: Summary, *, now: float | None = None) -> Description:
-    """Return what a run was; what was not recorded is left out.
+    """Return the description of a run; what was not recorded is left out.
 
     Args:
         state: of the run.
@@ -131,10 +131,10 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
 
 
 def last_result(state: State, summary: Summary | None = None) -> dict[str, object]:
-    """Return what a run's last attempt reported; empty if it reported nothing.
+    """Return the figures that a run's last attempt reported; empty if there are none.
 
-    The figures of an earlier attempt, whose `result.json` stays when the run is requeued, are not
-    those of the run. `describe` has them, with the number of that attempt.
+    A `result.json` of an earlier attempt, which stays when the run is requeued, does not count.
+    `describe` returns it with the number of that attempt.
 
     Args:
         state: of the run.
@@ -222,9 +222,9 @@ def read_result(path: Path) -> dict[str, object] | None:
 
 
 def _writer(path: Path, state: State) -> int | None:
-    """Return the number of the attempt that wrote a file; of several the last that had begun.
+    """Return the number of the attempt that wrote a file: the last one that had begun by then.
 
-    Both times are of the file server, so that clocks of nodes do not matter.
+    Both times come from the file server, so that the nodes' clocks do not matter.
     """
     attempts = state.run.attempts()
     begun = attempts[:1]
@@ -241,7 +241,7 @@ def _finite(text: str) -> float | str:
 
 
 def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hours | None:
-    """Return what all attempts of a run occupied, or of an array those of all tasks.
+    """Return the hours that all attempts of a run occupied; for an array, of all tasks.
 
     Args:
         state: of the run.

@@ -1,4 +1,4 @@
-"""Where else a run can be looked at: links that the training reported, and TensorBoard's files."""
+"""Other pages about a run: links that the training reported, and TensorBoard's files."""
 
 from __future__ import annotations
 

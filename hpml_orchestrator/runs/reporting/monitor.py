@@ -1,4 +1,4 @@
-"""What a run used by its monitor: GPUs, CPUs, memory and I/O, per node and of all nodes."""
+"""What a run used, from its monitor: GPUs, CPUs, memory and I/O, per node and in total."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Monitored:
 
 
 def numbers(record: object) -> dict[str, float]:
-    """Return the finite numbers of a mapping; of a record of another form none."""
+    """Return the finite numbers of a mapping; empty for anything else."""
     if not isinstance(record, dict):
         return {}
     return {
@@ -121,7 +121,7 @@ def _sums(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def aggregate_nodes(nodes: Sequence[Monitored]) -> Monitored | None:
     """Return the figures of all nodes; None if no node was monitored.
 
-    CPU time, I/O, energy and counts are sums. Memory is that of the node with most.
+    CPU time, I/O, energy and counts are sums. Memory is that of the node that used most.
     """
     if not nodes:
         return None
@@ -145,7 +145,7 @@ def aggregate_nodes(nodes: Sequence[Monitored]) -> Monitored | None:
 
 
 def _joined(gpus: Sequence[MonitoredGpu]) -> MonitoredGpu:
-    """Return several GPUs as one: means over their time, sums of energy, the largest peaks."""
+    """Return several GPUs as one: means weighted by time, sums of energy, maxima of peaks."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for gpu in gpus for name in gpu.figures):
         having = [gpu for gpu in gpus if name in gpu.figures]
@@ -221,7 +221,7 @@ def _line(node: Monitored) -> str:
 
 
 def _gpu_text(node: Monitored, gpu: MonitoredGpu) -> str:
-    """Return what the GPUs of a node did; empty without GPUs."""
+    """Return a text about the GPUs of a node; empty without GPUs."""
     if not node.gpus:
         return ""
     parts = [counted(len(node.gpus), "GPU")]

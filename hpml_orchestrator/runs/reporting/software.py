@@ -1,4 +1,4 @@
-"""What a run's program ran in, as its last attempt recorded it."""
+"""The software of a run, as its last attempt recorded it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of `stage` and `collect`: what is where, and how fast."""
+"""The entries of `stage` and `collect`: where the data is, and how fast it was copied."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StagedEntry:
 
 
 def staged_entries(ready: Sequence[Event]) -> list[StagedEntry]:
-    """Return the entries, in the job file's order, of the events of nodes that became ready."""
+    """Return the staged entries in the job file's order, from the events of ready nodes."""
     reports: dict[str, list[StageRecord]] = {}
     for event in ready:
         for report in event.data.get("stages", ()):

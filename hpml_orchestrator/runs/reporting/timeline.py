@@ -1,4 +1,4 @@
-"""The events of an attempt in one pass: when what began, its counters, checkpoints and phases."""
+"""The events of an attempt in one pass: its phases, counters and checkpoints."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def phases(
 ) -> list[Phase]:
     """Return the phases of an attempt.
 
-    A phase that all nodes or ranks complete (staging, training) ends with the last of them; one
-    that each begins by itself ends when the first begins. The warm-up ends with the first counters
-    that a rank sent. A phase whose end was not recorded is part of the next, so that the phases add
-    up to the whole. A phase that ends before it begins, because the clocks of two hosts
-    differ, is left out. Without any training, the last that began lasts until the script ended.
+    A phase that all nodes or ranks complete (staging, training) ends with the last of them. A phase
+    that each of them leaves separately ends when the first does. The warm-up ends with the first
+    counters of any rank. A phase without a recorded end is part of the next one, so that the phases
+    add up to the whole. A phase that would end before it begins, because the clocks of two hosts
+    differ, is left out. Without training, the last phase that began lasts until the script ended.
 
     Args:
         timeline: the attempt's.

@@ -175,7 +175,7 @@ def _usage(
 
 
 def recorded_usage(store: Store, selection: Selection) -> tuple[list[GpuHoursUsage], GpuHoursUsage]:
-    """Return the same of the runs in the records that were submitted since then.
+    """Return the same from the records, for runs submitted since `selection.since`.
 
     A run without records of its monitor has GPU-hours by what it asked for, and no activity.
 
@@ -250,7 +250,7 @@ def _of_run(state: State) -> GpuHoursUsage | None:
 
 
 def _total(jobs: Sequence[GpuHoursUsage], labels: Mapping[str, str]) -> GpuHoursUsage:
-    """Return several jobs as one: sums, and the finding of most GPU-hours."""
+    """Return several jobs as one: sums, and the finding with the most GPU-hours."""
     weight: dict[str, float] = {}
     for job in jobs:
         if job.finding:
