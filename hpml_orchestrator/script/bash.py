@@ -1,4 +1,4 @@
-"""Ask bash whether it can read a script: `bash -n`."""
+"""Check the syntax of a script with `bash -n`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_script(script: str, directory: str) -> None:
 
 
 def check_setup(lines: str, origin: str) -> None:
-    """Refuse an `environment.setup` that bash cannot parse by itself: it must leave nothing open.
+    """Refuse an `environment.setup` that bash cannot parse on its own: it must leave nothing open.
 
     Args:
         lines: the user's shell lines.
@@ -43,7 +43,7 @@ def check_setup(lines: str, origin: str) -> None:
 
 
 def _bash_complaint(script: str) -> str:
-    """Return the complaint of `bash -n` about a script; nothing of it is run."""
+    """Return the error of `bash -n` for a script; none of it is run."""
     environment = {key: value for key, value in os.environ.items() if key != "BASH_ENV"}
     # `-n` runs nothing, so a `shopt -s extglob` in the script has no effect on what follows it.
     options = ["-O", "extglob"] if "extglob" in script else []

@@ -122,8 +122,8 @@ def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[s
 def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     """Return the job as Slurm will see it: without what the rules drop, with what they add.
 
-    GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
-    else counts as what it became: a constraint that became a preference keeps no job out.
+    GPUs and numbers of nodes, ranks and CPUs count even under another name. Everything else counts
+    as what it became: a constraint that was renamed to a preference keeps no job out.
     """
     # A renamed count is still the same request, for example GPUs by --gres. Keep it under its own
     # name, or the check would see a job without GPUs.
@@ -151,7 +151,7 @@ def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
 
 
 def whole_nodes(asked: Job, site: Site | None) -> bool:
-    """Return whether a job gets whole nodes: it asks for them, or its partitions give no others.
+    """Return whether a job gets whole nodes, by its request or by the rule of its partitions.
 
     Args:
         asked: the job as Slurm will see it (`effective_job`).
@@ -177,7 +177,7 @@ def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
 
 
 def _as_field(field: str, value: str | None) -> object:
-    """Return an option's value as the field of `resources` has it; None for what it cannot have."""
+    """Return an option's value in the form of the field of `resources`; None if it does not fit."""
     try:
         return getattr(Resources.model_validate({field: value}), field)
     except ValueError:

@@ -47,7 +47,7 @@ def own_interpreter() -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What was found out about this installation before rendering.
+    """Facts about this installation, gathered before rendering.
 
     Attributes:
         interpreter: absolute path of the Python that runs hpml's own parts on the nodes.
@@ -81,7 +81,7 @@ def render(
 
     Args:
         job: the job, complete.
-        capabilities: what was found out about this installation.
+        capabilities: facts about this installation.
         site: the site profile, if there is one.
         snapshot: files of the job in the submission's copy of the code, if it has one.
         targets: why each `target: auto` became what it is now, by the name of its entry.
@@ -153,7 +153,7 @@ def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, object] | None
 
 
 def _needed_variables(job: Job) -> list[str]:
-    """Return what `{env.NAME}` of the job names and `environment.variables` has not set by then."""
+    """Return the variables of `{env.NAME}` that `environment.variables` has not set by then."""
     needed: dict[str, None] = {}
     known: set[str] = set()
     words = [*(job.command or ()), *job.args]
@@ -201,7 +201,7 @@ def _stage(stage: Stage, why: str) -> dict[str, object]:
 def _container(
     job: Job, workdir: template.Raw, *, is_copy: bool
 ) -> tuple[list[template.Raw], list[template.Raw]]:
-    """Return words of apptainer or enroot before the ranks' command, and pyxis' options of srun."""
+    """Return the words of apptainer or enroot before the ranks' command, and srun's for pyxis."""
     container = job.environment.container
     if container is None:
         return [], []

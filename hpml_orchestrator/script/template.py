@@ -48,7 +48,7 @@ def in_quotes(text: str) -> str:
 
 
 def directive(value: object) -> Raw:
-    """Return text that has no special character at all, as `#SBATCH` lines need it.
+    """Return text without any special character, as `#SBATCH` lines need it.
 
     Raises:
         ValueError: it has one.
@@ -80,7 +80,7 @@ def word(value: object) -> Raw:
 
 
 def fill(words: Iterable[Raw]) -> Raw:
-    """Return shell words as the lines of one command, in full lines."""
+    """Return shell words as one command, filled into lines."""
     lines: list[str] = []
     for text in words:
         if lines and len(lines[-1]) + len(text) < _LINE:
@@ -91,7 +91,7 @@ def fill(words: Iterable[Raw]) -> Raw:
 
 
 def words_before(words: Sequence[Raw]) -> Raw:
-    """Return shell words with a line break behind them; nothing if there are none."""
+    """Return shell words followed by a line break; empty if there are none."""
     return Raw(fill(words) + _BREAK if words else "")
 
 
@@ -167,7 +167,7 @@ def environment(directory: str | None = None) -> ScriptEnvironment:
 
 
 def render_template(name: str, context: Mapping[str, object], directory: str | None = None) -> str:
-    """Return what a template makes.
+    """Return the text that a template renders to.
 
     Args:
         name: such as `torchrun.sh.j2`.
