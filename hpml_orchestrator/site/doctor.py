@@ -55,6 +55,8 @@ def examine(store: Store, *, site: str = "") -> list[DoctorFinding]:
         site: the site profile that was chosen by name, if any.
     """
     interpreter = own_interpreter()
+    # The nodes start it in just this way, without site-packages; `zipimport` is what reads the
+    # archive.
     starts = _output([interpreter, "-I", "-S", "-c", "import json, zipimport"]) is not None
     bash = _output(["bash", "-c", "echo $BASH_VERSION"])
     git = _output(["git", "--version"])
@@ -135,6 +137,8 @@ def _slurm() -> list[DoctorFinding]:
     if absent:
         return [_slurm_fault(f"not on PATH: {', '.join(absent)}", "load Slurm's module")]
     try:
+        # Before any command of Slurm's: without a configuration each of them would retry for a
+        # minute.
         check_configuration("scontrol", os.environ)
     except ConfigurationMissing as error:
         return [_slurm_fault(error.message, error.hint)]

@@ -196,6 +196,8 @@ def initialise(
     names = {kind: f"topology/{kind}.xml" for kind in topologies}
     text = profile_text(cluster, Origin(__version__, writer, when, probes, names), groups)
     try:
+        # Read back what was written, before anybody relies on it: a cluster may have names that no
+        # profile can hold.
         Site.model_validate(tomllib.loads(text))
     except ValidationError as error:
         problem = error.errors()[0]
@@ -212,6 +214,8 @@ def save(profile: ProfileDraft, path: Path, *, force: bool = False) -> list[Path
         InputError: a file exists already and `force` is not given, or cannot be written.
     """
     files = {path.parent / name: text for name, text in profile.files.items()}
+    # The profile comes last, because it names the topology files: an interrupted write leaves none
+    # that points to missing ones.
     files[path] = profile.text
     for place, text in files.items():
         _refuse_existing(place, force=force)

@@ -77,6 +77,8 @@ class NodeProbe:
             if place.writable and not (place.shared or place.in_ram or place.name == "ram")
         ]
         own = [place for place in fit if place.name.startswith("$") and place.path != _TMP]
+        # These are hpml's defaults already. Writing them into the profile would only hide a later
+        # change of the site's.
         if any(place.name in ("$SLURM_TMPDIR", "$TMPDIR") for place in own):
             return None
         if own:
@@ -97,6 +99,8 @@ def command(tmp_fs: str, *, topology: bool) -> list[str]:
 
 def parse(text: str) -> NodeProbe | None:
     """Return the result of a probe; None if its output is not complete."""
+    # Both markers must be there: srun may be killed by its time limit, and half an answer would
+    # look like a node with fewer disks and networks. Prologs may print around it.
     match = re.search(rf"^{_BEGIN}\n(.*?){_END}$", text, re.DOTALL | re.MULTILINE)
     if match is None:
         return None
@@ -119,7 +123,7 @@ def parse(text: str) -> NodeProbe | None:
                 modules.append(re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", module.strip()))
     interfaces.sort(key=lambda link: (-link.infiniband, -link.speed_mbps, link.name))
     whole = '<topology version="2.' in xml[:2000] and xml.rstrip().endswith("</topology>")
-    # `module -t avail` prints paths as well, which end in a colon.
+    # `module -t avail` also prints the search paths, which end in a colon.
     names = dict.fromkeys(name for name in modules[1:] if _MODULE.fullmatch(name))
     return NodeProbe(
         host=host,

@@ -60,6 +60,8 @@ def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
         _hardware,
         _gpus,
     )
+    # Features may name each rack or switch, so they are the first to be ignored: 1,000 nodes must
+    # not become 1,000 kinds.
     for same in comparisons:
         kinds: dict[Hashable, list[Node]] = {}
         for node in cluster.nodes:
@@ -104,6 +106,7 @@ def _hardware(node: Node) -> tuple[Hashable, ...]:
 def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
     uneven = [name for name, value in _DIFFERING.items() if len(set(map(value, nodes))) > 1]
     sample = min(nodes, key=lambda node: (node.gpus(), node.cpus, node.memory_mib))
+    # A profile promises what each node of a kind has, so the least counts.
     sample = replace(
         sample,
         memory_mib=min(node.memory_mib for node in nodes),

@@ -43,7 +43,7 @@ def probe(
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = list(pool.map(partial(_probe, cluster, run=run, env=env, name=name), groups))
     except BaseException:
-        _cancel(name, run, env)  # Ctrl-C: no probe stays in the queue
+        _cancel(name, run, env)  # after Ctrl-C no probe may stay in the queue
         raise
     return {group.name: seen for group, seen in zip(groups, found, strict=True)}
 
@@ -51,6 +51,7 @@ def probe(
 def _probe(
     cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], name: str
 ) -> node_probe.NodeProbe | str:
+    # srun would wait in the queue for any other node, and a user waits for srun.
     idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
     node = next(idle, None)
     if node is None:
@@ -59,6 +60,7 @@ def _probe(
         return "all nodes of this kind are out of service"
     argv = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--time=1", "--quiet"]
     argv += [f"--immediate={_IMMEDIATE_SECONDS}", f"--job-name={name}", f"--nodelist={node.name}"]
+    # The current directory may not exist on the nodes.
     argv += ["--chdir=/", "--mpi=none", "--cpu-bind=none"]
     if cluster.limits.memory_consumable:
         argv.append(f"--mem={_MEMORY_MIB}M")
@@ -78,6 +80,7 @@ def _probe(
         reason = f"srun ended with status {done.returncode}"
         if lines:
             reason = _short(lines[-1].removeprefix("srun: ").removeprefix("error: "))
+        # The step ran and failed on the node: other partitions or a GPU would not help.
         if "Unable to allocate" not in done.stderr and "error" not in done.stderr:
             break
     return reason

@@ -123,5 +123,7 @@ def _expanded(path: str, environment: Mapping[str, str]) -> str:
     variable = re.match(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
     if variable is None:
         return path
+    # Without the variable there is no directory. `/data` instead of `$SCRATCH/data` would be
+    # somewhere else.
     value = environment.get(variable[1], "")
     return value + path[variable.end() :] if value else ""

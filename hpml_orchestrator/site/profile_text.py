@@ -122,6 +122,8 @@ def _toml(
     try:
         model.model_validate(known)
     except ValidationError as error:
+        # Leave out single values that the model refuses, such as a feature with a blank, rather
+        # than the whole section.
         refused = {problem["loc"][0] for problem in error.errors()}
     document = tomlkit.document()
     for name, value in known.items():
@@ -174,6 +176,8 @@ def _paths(cluster: Cluster, origin: Origin) -> str:
     if not is_plain or not text:
         return _off("scratch", "$LOCAL_SCRATCH")
     has_disk = any(node.tmp_disk_mib for node in cluster.nodes)
+    # A probe knows the disks better than TmpFS, and without a disk TmpFS is probably RAM or the
+    # system's: then it is only proposed, in a comment.
     return text if has_disk and not origin.probes else f"#{text}"
 
 
