@@ -103,11 +103,14 @@ class Job:
         _expect(valid, "settings", settings, right)
         source, job = Path(path).expanduser().absolute(), cls.__new__(cls)
         changes = [*(settings or {}).items()]
+        # The file is read here and now. An edit between this call and `submit` must not change a
+        # Job, which promises to be immutable.
         cls._set(job, partial(load_job, source, changes, fields=read_fields(source)))
         return job
 
     def _set(self, resolve: partial[ResolvedJob]) -> None:
         resolved = resolve()
+        # Past __setattr__, which refuses every change.
         vars(self).update(resolve=resolve, source=resolved.source, name=resolved.job.name)
 
     def __repr__(self) -> str:
@@ -177,6 +180,7 @@ class Run:
         deadline = time.monotonic() + _seconds(timeout)
 
         def refuse_late(state: State) -> None:
+            # A run that ended in the last moment has ended: the state comes before the deadline.
             if not state.over and time.monotonic() >= deadline:
                 hint = f"it continues; `cancel()` or `hpml cancel {self.id}` cancels it"
                 raise WaitTimeoutError(f"{self.id} is {state.state} after {timeout:g} s", hint=hint)
@@ -285,7 +289,7 @@ def run(
         JobFailedError: it ended in another state than COMPLETED; the error's `run` is its id.
         WaitTimeoutError: it has not ended after `timeout` seconds; it continues.
     """
-    _seconds(timeout)  # before there is a job
+    _seconds(timeout)  # refuse a wrong timeout before a job exists
     submitted = submit(job, site=site, local=local, check=check, records=records)
     submitted.wait(timeout)
     return submitted
