@@ -14,9 +14,9 @@ EXIT_INTERRUPTED = 130
 
 
 def run() -> None:
-    """Entry point; Ctrl-C that no command holds back ends without a traceback."""
+    """Entry point; Ctrl-C ends hpml without a traceback unless a command handles it."""
     held = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if held:  # an exception can be lost in the midst of an import; nothing has begun by then
+    if held:  # KeyboardInterrupt can get lost inside an import; nothing has been started by then
         signal.signal(signal.SIGINT, _leave)
     from hpml_orchestrator.cli.main import main  # noqa: PLC0415 - signals first
 

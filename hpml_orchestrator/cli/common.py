@@ -103,6 +103,8 @@ def store_of(context: typer.Context) -> Store:
     chosen = (context.obj or {}).get("records") or ""
     store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
     root = store.root
+    # A typical slip is `--records DIR/runs`. It would make a second store inside of the first, and
+    # find no runs in it.
     if Store(root.parent).submissions_dir.is_dir() and Store(root.parent).runs_dir.is_dir():
         raise InputError(
             f"is inside the records of {root.parent}",

@@ -99,6 +99,7 @@ class Meter:
     def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
         """Show the figures if it is time to."""
         now = self._clock()
+        # Called for every file. Drawing each time would take longer than the copy.
         if now < self._next:
             return
         counts = f"{self._verb} {files} of {all_files} files"

@@ -19,7 +19,7 @@ from hpml_orchestrator.records.files import names_in
 from hpml_orchestrator.records.mounts import read_mounts
 from hpml_orchestrator.records.texts import first_few
 
-_STUCK_SECONDS = 1.0  # between the two looks at processes
+_STUCK_SECONDS = 1.0  # between the two samples of processes
 _COMMAND_SECONDS = 20.0
 _MOUNT_SECONDS = 5.0
 _CLOCK_ERROR_SECONDS = 1.0  # MUNGE allows minutes, but logs and timings should agree
@@ -151,6 +151,8 @@ def _clock(health: Health) -> NodeFinding:
 
 
 def _processes(health: Health, before: Health, proc: str) -> NodeFinding:
+    # Every process that waits for a disk sleeps uninterruptibly for a moment. Only one that does so
+    # in both samples is stuck.
     stuck = sorted(pid for pid, _ in health.sleeping & before.sleeping)
     names = [f"{text(f'{proc}/{pid}/comm') or 'process'} ({pid})" for pid in stuck]
     if names:

@@ -135,6 +135,8 @@ class LazyGroup(TyperGroup):
     """A group whose commands are imported when one of them is called or its help is asked for."""
 
     def __init__(self, **attributes: Any) -> None:
+        # Only names and help lines: importing all commands would cost every `hpml list` and every
+        # completion the time of pydantic, rich and the sweeps.
         listed = {
             name: TyperCommand(name, help=entry.help, rich_help_panel=entry.panel)
             for name, entry in COMMANDS.items()
@@ -145,6 +147,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the first argument names, and return it."""
         self.load(args[0])
+        # Cut here, because Click drops the `--` and would parse what follows as arguments of the
+        # command: `--epochs=3` is for the program.
         if args[0] in _APPENDING and "--" in args:
             place = args.index("--")
             ctx.meta[APPENDED] = args[place + 1 :]
@@ -231,6 +235,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
+    # Cancelling a job must work even from a directory that somebody has removed.
     relative = bool(records) and not os.path.isabs(os.path.expanduser(records))
     wants_help = {"-h", "--help"} & set(sys.argv[1:])
     if (relative or context.invoked_subcommand not in _ANYWHERE) and not wants_help:
@@ -263,11 +268,15 @@ def main() -> None:
         _report(error)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python flushes stdout once more at exit and
+        # would complain about the broken pipe there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except Exception as error:
         if debug:
             raise
+        # An error without a file name comes from writing to stdout: a full disk behind a
+        # redirection is no bug in hpml.
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and not error.filename:
             report_unwritable_output(error)
             raise SystemExit(EXIT_NOT_WRITTEN) from None
@@ -280,6 +289,8 @@ def main() -> None:
 
 
 def _open_streams() -> None:
+    # A daemon or cron may start hpml with closed streams. The next file that is opened would then
+    # become stdout, and be written to.
     for name, mode in (("stdout", "w"), ("stderr", "w"), ("stdin", "r")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

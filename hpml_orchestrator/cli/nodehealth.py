@@ -44,6 +44,7 @@ def _drain(errors: Sequence[NodeFinding]) -> None:
     node = gethostname().partition(".")[0]
     reason = "; ".join(f"{error.check}: {error.found}" for error in errors)[:_REASON_CHARS]
     shown = _scontrol("show", "node", node, "--oneliner")
+    # An administrator's own reason must not be replaced by ours at every run of the health check.
     if "DRAIN" in shown.partition(" State=")[2].partition(" ")[0].upper():
         notice(f"{node} is drained already")
         return

@@ -41,6 +41,8 @@ def become_exporter(module: str, options: str) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    # An exporter runs for months next to other people's jobs: exec drops the memory that the
+    # command line's libraries took.
     argv = [sys.executable, "-P", "-m", module, options]
     os.execve(sys.executable, argv, {"MALLOC_ARENA_MAX": "2", **os.environ})  # noqa: S606
 
@@ -93,6 +95,7 @@ class Stop:
     def __enter__(self) -> Self:
         for number in self._signals:
             before = signal.getsignal(number)
+            # nohup ignores SIGHUP on purpose; handling it here would end the work at logout.
             if before != signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._note)
@@ -106,7 +109,8 @@ class Stop:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self._message and not self.number:
-            # Not by the stream: the signal may have interrupted a write to it.
+            # Not through sys.stderr: the signal may have interrupted a write to it, and buffered
+            # streams are not reentrant.
             with contextlib.suppress(OSError):
                 os.write(2, f"\nhpml: {self._message}\n".encode())
         self.number = self.number or number

@@ -249,7 +249,7 @@ def _stage(requests: list[StageRequest], bases: Bases, options: CopyOptions, for
                 elif form != "json":
                     typer.echo(_raw(_json(outcome)[form]))
     finally:
-        # after an error, too, a program learns what is kept
+        # Also after an error, so that a program learns which copies exist.
         if form == "json" and (outcomes or sys.exc_info()[0] is None):
             print_json([_json(outcome) for outcome in outcomes])
 
@@ -348,6 +348,7 @@ def _raw(value: object) -> str | bytes:
     """Return what a shell reads: a path with every byte that it has."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    # `$(hpml stage --print path)` must get the bytes of the path, whatever the terminal's encoding.
     return os.fsencode(value) if isinstance(value, str) else f"{value}"
 
 
@@ -371,7 +372,7 @@ def _option_names(
         error.hint = _FIELD_IN_HINT.sub(
             lambda match: f"{_OPTIONS[match[1]]} {match[2]}", error.hint
         )
-        # a CapacityError has the name of the data as its field, which may be any word
+        # The field of a CapacityError is the name of the data, which may be any word.
         if isinstance(error, InputError) and not isinstance(error, CapacityError):
             base = getattr(bases, to, "") if to in {"shm", "local"} else ""
             option = _OPTIONS.get(error.field, "")

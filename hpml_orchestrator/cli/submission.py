@@ -55,7 +55,8 @@ def submit_rendered(
         submission, scheduler = prepare_checked(
             store, rendered, name, checked=checked, notice=notice, record=record
         )
-        # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
+        # The first Ctrl-C waits for the answer, so that no job exists without being reported. A
+        # second one does not wait.
         with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
             job_id = submit_prepared(submission, scheduler, environment=dict(os.environ))
         if not stop():
@@ -79,7 +80,7 @@ def report_submission(
             typer.echo(message)
         sys.stdout.flush()
     except OSError as error:
-        # The job exists: with a status other than 0 a script would submit it again.
+        # The job exists. With an exit status other than 0 a script would submit it again.
         report_unwritable_output(error)
         notice(message)
         return

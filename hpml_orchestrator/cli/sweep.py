@@ -353,6 +353,7 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # Its own session, so that closing the terminal does not end the sweep.
                 start_new_session=True,
             )
         typer.echo(planned.id)

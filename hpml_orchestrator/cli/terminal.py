@@ -123,7 +123,7 @@ def progress_bar() -> progress.Progress:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
-        auto_refresh=False,  # a refresh thread would be forked with the workers
+        auto_refresh=False,  # a refresh thread may hold a lock when workers are forked
         redirect_stdout=False,
         redirect_stderr=False,
         transient=True,

@@ -98,7 +98,7 @@ def top(
         if jobs.prometheus is None:
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
     if jobs.problem and not found:
-        raise typer.Exit(1)  # nobody knows whether there are jobs
+        raise typer.Exit(1)  # an empty table would say that there are no jobs, which is unknown
 
 
 def _watch(jobs: LiveJobs, interval: float) -> None:
@@ -120,7 +120,7 @@ def _watch(jobs: LiveJobs, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Yield what returns the next key, or nothing after a moment; any terminal is set back."""
+    """Yield a function that waits briefly for a key; the terminal's mode is restored at the end."""
     stream = sys.stdin.fileno()
     before = termios.tcgetattr(stream) if sys.stdin.isatty() else None
 
@@ -146,7 +146,7 @@ class Column(NamedTuple):
 
 
 def _show(form: Callable[[float], str], *names: str) -> Callable[[LiveJob], str]:
-    """Return what formats the known ones of a job's figures, such as 3/4."""
+    """Return a function that formats those of a job's figures that are known, such as 3/4."""
     return lambda job: "/".join(form(job.figures[name]) for name in names if name in job.figures)
 
 
@@ -221,7 +221,7 @@ def draw(
 
 
 def _table(jobs: Sequence[LiveJob], width: int) -> Table:
-    """Return the table with as many columns as there is room for; of the last at least a flag."""
+    """Return the table, dropping columns that do not fit; the last one shrinks to a flag."""
     cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
     left = [
         column

@@ -323,6 +323,7 @@ def _away_from_other_gpus(topology: Topology, request: PlanRequest) -> tuple[int
         return ()
     own = {gpu.domain for gpu in topology.devices[: request.gpus]}
     others = {gpu.domain for gpu in topology.devices[request.gpus :]} - own
+    # Without the domain of the job's own GPUs nothing says which CPUs are near them.
     if None in own or not others:
         return ()
     left = [
