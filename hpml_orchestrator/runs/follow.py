@@ -114,7 +114,7 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return everything new, and what follows shortly afterwards: the last lines may be late."""
+        """Return everything new, and what follows shortly after: the last lines may be late."""
         parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])
