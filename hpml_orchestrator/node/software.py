@@ -62,14 +62,17 @@ def start(attempt: Path, pid: int, program: str) -> subprocess.Popen[bytes] | No
     words = [sys.executable, "-I", "-S", "-c", _CODE, root, str(attempt), str(pid), program]
     nothing = subprocess.DEVNULL
     try:
-        return subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing)
+        return subprocess.Popen(
+            words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
     except OSError:
         return None
 
 
 def end(recorder: subprocess.Popen[bytes]) -> None:
-    """End the process; one that a driver or a file system holds is left to the system."""
-    recorder.kill()
+    """End the process and the Python that it asks; what a driver holds is left to the system."""
+    if recorder.poll() is None:  # else its number may be another process's by now
+        os.killpg(recorder.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         recorder.wait(_KILL_SECONDS)
 
