@@ -1,4 +1,4 @@
-"""Addresses of servers, and the identity that requests to them show."""
+"""Addresses of servers, and the credentials for requests to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def web_address(url: str) -> SplitResult | None:
-    """Return the parts of an http or https address that can be asked; None for any other text.
+    """Return the parts of a valid http or https address; None for any other text.
 
     >>> [web_address(url) for url in ("http://[::1", "http://h:99999", "ftp://h", "http://a b")]
     [None, None, None, None]
@@ -57,7 +57,7 @@ def split_login(url: str, *, field: str) -> tuple[str, str]:
 
 
 def opener_for(url: str) -> OpenerDirector:
-    """Return what opens an address: a proxy of the environment is for other machines."""
+    """Return an opener for an address; proxies of the environment are not used for this machine."""
     from urllib.request import ProxyHandler, build_opener  # noqa: PLC0415 - few need it
 
     return build_opener(*([ProxyHandler({})] if urlsplit(url).hostname in LOCAL_NAMES else []))

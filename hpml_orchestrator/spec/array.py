@@ -20,7 +20,7 @@ _PROGRESSION = 3  # two indices with a step between them are shorter as a list
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Which tasks an array has.
+    """The tasks of an array.
 
     Attributes:
         indices: each once, sorted.
@@ -55,7 +55,7 @@ class ArraySpec:
 
 
 def parse_array(value: object) -> ArraySpec:
-    """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, of 5, or of a list of numbers.
+    """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, a number or a list of numbers.
 
     Raises:
         ValueError: it is in none of these forms, an index is too large, or there are too many.
@@ -120,7 +120,7 @@ def row_covers_task(shown_id: str, job_id: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _named(tasks: str) -> tuple[frozenset[int], int | None]:
-    """Return the tasks that `[…]` names, and the last one before a cut, None for a whole list."""
+    """Return the tasks in `[…]`, and the last one before a cut; None if nothing was cut."""
     parts = tasks.removeprefix("[").partition("%")[0].removesuffix("]").split(",")
     cut = not tasks.endswith("]")
     if cut:

@@ -20,8 +20,8 @@ class CannotEditError(Exception):
 def set_field(text: str, field: str, value: object, *, comment: str = "") -> str:
     """Return the text of a document with another value of one field.
 
-    Of a list, entries that stay the same are not touched. The caller has to read the result and
-    compare: an alias may have changed more than this field.
+    Unchanged entries of a list are not touched. The caller must read the result and compare it,
+    because an alias may have changed more than this field.
 
     Args:
         text: a YAML document that holds a mapping.
@@ -170,7 +170,7 @@ def _over(text: str, node: Node, value: object, around: Node | None) -> str:
 
 
 def _value_of(text: str, node: Node) -> tuple[object, type]:
-    """Return what a scalar is, and its type: `1` is not `true`, and not `1.0`."""
+    """Return the value of a scalar and its type: `1` is neither `true` nor `1.0`."""
     written = text[node.start_mark.index : node.end_mark.index]
     try:
         value = YAML(typ="safe", pure=True).load(written)

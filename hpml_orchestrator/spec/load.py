@@ -205,7 +205,7 @@ _OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b") 
 
 
 def _unknown_placeholders(data: dict[str, object], points: Collection[str]) -> Iterator[InputError]:
-    """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
+    """Yield an error for each placeholder without a meaning; fields are not validated yet."""
     names = [stage.get("name") for stage in _entries(data, "stage") if isinstance(stage, dict)]
     known = [*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)]
     own = data.get("checkpoint")
@@ -250,7 +250,7 @@ def _placeholder_faults(
 
 
 def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_start: bool) -> str:
-    """Return what is wrong with a placeholder; `at_start`: before setup has run, for each run."""
+    """Return the fault of a placeholder; `at_start`: it is filled before setup has run."""
     root, _, rest = name.partition(".")
     if needed.get(name):
         return f"{{{name}}} needs {needed[name]}"
@@ -302,7 +302,7 @@ def _entries(data: dict[str, object], name: str) -> list[object]:
 
 
 def _origin(given: dict[str, str], name: str) -> str:
-    """Return the source of a value; the strongest one if its parts have several."""
+    """Return the origin of a value; if its parts have several, the one that takes precedence."""
     origins = {origin for field, origin in given.items() if overlaps(field, name)}
     strongest = [origin for origin in ("command line", "job file") if origin in origins]
     return strongest[0] if strongest else min(origins, default="default")
@@ -433,8 +433,8 @@ def merged(
     """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
 
     Args:
-        below: what counts where `above` has nothing.
-        above: what counts.
+        below: the mapping with lower precedence.
+        above: the mapping with higher precedence.
         whole: a top-level key whose entries replace each other whole.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})

@@ -1,4 +1,4 @@
-"""Turn pydantic's findings into one error: each field, its value, and what would be right."""
+"""Turn pydantic's findings into one error with each field, its value and the right form."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _message(finding: ErrorDetails, value: object) -> str:
 
 
 def _in_quotes(value: object) -> str:
-    """Return how to write what YAML did not read as text: `{stage.set}` is a mapping there."""
+    """Return how to write a text that YAML read as something else: `{stage.set}` is a mapping."""
     if not isinstance(value, (dict, list)):
         return ": put it in quotes"
     inner = next(iter(value.items()), None) if isinstance(value, dict) and len(value) == 1 else None

@@ -1,4 +1,4 @@
-"""Find the site profiles that count for a job file, without loading the model of a profile."""
+"""Find the site profiles that apply to a job file, without loading the model of a profile."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def find_profiles(
     system: str = SYSTEM_PATH,
     chosen: str = "",
 ) -> list[Path]:
-    """Return the profiles that count for a job file, the weakest first; none of them is read.
+    """Return the profiles that apply to a job file, lowest precedence first; none of them is read.
 
     They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
     (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
-    directory above it. Another one, chosen by name, counts alone; `none` means no profile.
+    directory above it. A profile that is chosen by name applies alone; `none` means no profile.
 
-    A project's profile of a third person (neither the user, nor root, nor the job file's owner),
-    and one that everybody can write, is refused: it could change what a job runs.
+    A project's profile that belongs to a third person (neither the user, nor root, nor the job
+    file's owner), or that everybody can write to, is refused: it could change what a job runs.
 
     Args:
         job_file: the job file; no project's profile is looked for when None.

@@ -101,7 +101,7 @@ def intended_placeholder(word: str, known: Iterable[str] = ()) -> str | None:
         known: placeholders with names of the user's, such as `stage.digits`.
 
     Returns:
-        None for a word that resembles no placeholder; empty if none of those known is near.
+        None for a word that resembles no placeholder; empty if no known one is similar.
 
     >>> intended_placeholder("run_dir"), intended_placeholder("stage:set", ["stage.set"])
     ('run.dir', 'stage.set')

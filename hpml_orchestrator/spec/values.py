@@ -51,11 +51,11 @@ _GPU = re.compile(
 
 
 def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
-    """Return seconds of a time span; None for no limit and for what is not a time span.
+    """Return the seconds of a time span; None for no limit and for anything else.
 
     Args:
         text: such as `1-02:03:04`, `03:04` or `04.123`.
-        bare: seconds that a number without any colon counts for.
+        bare: seconds per unit of a number without a colon.
 
     >>> read_seconds("1-00:00:00"), read_seconds("30:00"), read_seconds("UNLIMITED")
     (86400.0, 1800.0, None)
@@ -83,7 +83,7 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
 
 
 def read_span(text: str) -> float | None:
-    """Return the seconds of a time with units, each once; None for what is in another form.
+    """Return the seconds of a time with units, each used once; None for any other form.
 
     >>> read_span("90s"), read_span("1d12h"), read_span("1.5h"), read_span("90")
     (90.0, 129600.0, 5400.0, None)
@@ -150,7 +150,7 @@ def format_time(seconds: int) -> str:
 
 
 def read_bytes(text: str, unit: str = "M") -> int | None:
-    """Return bytes of a size; None for no limit and for what is not a size.
+    """Return the bytes of a size; None for no limit and for anything else.
 
     Args:
         text: such as `62.50G`, `1000Mc` or `16000`.
@@ -229,7 +229,7 @@ def size_text(mebibytes: int) -> str:
 
 
 def read_count(text: str) -> int | None:
-    """Return a number, None for no limit and for what is not a number; K is 1024.
+    """Return a number; None for no limit and for anything else; K is 1024.
 
     >>> read_count("4K"), read_count("UNLIMITED"), read_count("4294967295")
     (4096, None, None)
