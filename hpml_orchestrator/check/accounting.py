@@ -60,9 +60,9 @@ def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
 def accounting_limits(
     placement: Placement, selection: AccountSelection, tres: Mapping[str, int]
 ) -> Iterator[CheckFinding]:
-    """Yield which limits of the partition's QOS, the job's QOS and the association it is over.
+    """Yield the limits of the partition's QOS, the job's QOS and the association that it exceeds.
 
-    Of each kind of limit the first that is set counts, in the order that Slurm takes them.
+    For each kind of limit only the first one that is set applies, in Slurm's order.
 
     Args:
         placement: the job's request in a partition.

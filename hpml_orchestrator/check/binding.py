@@ -88,7 +88,7 @@ def shape_of_node(node: Node) -> NodeShape:
 def check_binding(
     job: Job, shapes: Iterable[NodeShape] = (), *, whole: bool = False
 ) -> list[CheckFinding]:
-    """Return what of a job's binding will not come out as intended, each kind of it once.
+    """Return warnings about a job's binding that will not work as intended, one of each kind.
 
     Args:
         job: a complete job.

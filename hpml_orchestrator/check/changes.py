@@ -86,7 +86,7 @@ def diagnose_run(
 
 
 def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:
-    """Return facts with what a changed job may ask for, as far as it is known.
+    """Return facts with the known limits of what a changed job may request.
 
     Args:
         facts: of a run.
@@ -100,7 +100,7 @@ def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:
 
 
 def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
-    """Return CPUs and bytes of memory of the smallest node that a run had, as jobs can have them.
+    """Return CPUs and bytes of memory that jobs can get on the smallest node of a run.
 
     The record has what a node's kernel sees, a site profile what its scheduler gives to jobs.
     """
@@ -172,9 +172,9 @@ def data_argument(job: JobFields, *, before: float | None = None) -> DataArgumen
 
 
 def _arguments(job: JobFields) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each argument of a job's program: its field, option, what is before its value, value.
+    """Yield field, option, prefix of the value, and value of each argument of a job's program.
 
-    A path behind an option counts as its value: which options take one is unknown.
+    Which options take a value is unknown, so a path after an option counts as its value.
     """
     command = job["command"] or []
     words = [(f"command.{place}", word) for place, word in enumerate(command)][1:]

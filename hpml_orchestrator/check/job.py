@@ -137,7 +137,7 @@ def check_job(
     targets: Mapping[str, str] | None = None,
     dependencies: bool = True,
 ) -> CheckReport:
-    """Return what prevents a job from running, or may; nothing is submitted.
+    """Return what prevents a job from running, or may prevent it; nothing is submitted.
 
     Files, modules and the cluster are checked in parallel.
 
@@ -316,7 +316,7 @@ def _binding(
 ) -> list[CheckFinding]:
     """Compare the binding of a job, as Slurm will see it, with the nodes.
 
-    They are as the site profile or else Slurm describes them.
+    The nodes are taken from the site profile if it has them, else from Slurm.
     """
     wanted = job.resources.partition
     kinds = site.kinds_of(wanted) if site else {}

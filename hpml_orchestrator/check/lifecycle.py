@@ -29,7 +29,7 @@ _DEFAULTS = Checkpoint()
 
 
 def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
-    """Yield what of `checkpoint` cannot work with the rest of the job, or not as intended.
+    """Yield findings about `checkpoint` that conflict with the rest of the job.
 
     Args:
         job: the job as Slurm will see it.
@@ -83,7 +83,7 @@ def _times(own: Checkpoint, limit: int) -> Iterator[CheckFinding]:
 def check_directory(
     job: Job, records: Path, site: Site | None, *, on_nodes: bool
 ) -> Iterator[CheckFinding]:
-    """Yield why checkpoints cannot be kept in their directory, as far as this machine sees it.
+    """Yield why checkpoints cannot be saved in their directory, as seen from this machine.
 
     Args:
         job: a complete job.
@@ -187,7 +187,7 @@ def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
 
 
 def _preemption(partition: Partition, cluster: Cluster) -> str:
-    """Return what a preempted job of a partition can expect; empty if none is preempted."""
+    """Return what happens to preempted jobs of a partition; empty if none are preempted."""
     modes = set(re.split(r"\W+", partition.preemption or cluster.limits.preemption))
     tiers = {other.priority_tier for other in cluster.partitions}
     if len(tiers) > 1 and partition.priority_tier == max(tiers):

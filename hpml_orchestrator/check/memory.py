@@ -291,7 +291,7 @@ def check_memory(job: Job, store: Store) -> list[CheckFinding]:
 
 
 def _stored(job: Job, store: Store) -> Iterator[CheckFinding]:
-    """Yield a warning if the job as it is now does not fit by a stored advice."""
+    """Yield a warning if the job in its present form does not fit, by stored advice."""
     path = _path(store, job)
     record = read_json(path) if path.is_file() else None
     # An edited program may need more or less: its old measurement proves nothing.
@@ -320,7 +320,7 @@ def _stored(job: Job, store: Store) -> Iterator[CheckFinding]:
 
 
 def _last_run(job: Job, store: Store) -> Iterator[CheckFinding]:
-    """Yield how the newest run of the same program ended, if it ran out of memory or nearly so."""
+    """Yield a warning if the newest run of the same program was out of memory, or nearly."""
     if not job.resources.memory:
         return
     dumped = job.model_dump(mode="json")

@@ -147,7 +147,7 @@ class Probe:
         self.figures["imported_bytes"] = memory().get("VmRSS", 0)
 
     def _watch_loaders(self) -> None:
-        """Note the bytes of a batch, and how many batches a loader prepares ahead."""
+        """Record the size of a batch, and how many batches a loader prepares ahead."""
         from torch.utils.data import dataloader  # noqa: PLC0415 - as in install()
 
         kind = dataloader._BaseDataLoaderIter  # noqa: SLF001
@@ -175,7 +175,7 @@ class Probe:
         )
 
     def _forward(self, *_: object) -> None:
-        """Note the memory before the first forward pass: model and data are there."""
+        """Record the memory before the first forward pass, with model and data loaded."""
         self._first.remove()
         self._began = time.monotonic()
         self.figures["before_bytes"] = memory().get("VmRSS", 0)
@@ -236,15 +236,15 @@ class Probe:
     def _is_settled(self, number: int) -> bool:
         """Whether the peak has stopped growing, or enough time or steps have gone into it.
 
-        The allocator of the C library reuses freed memory the more freely the larger the blocks
-        were that it has seen, so that a process grows over its first steps.
+        The C library's allocator adapts its thresholds to the largest blocks that it has seen, so
+        that a process grows over its first steps.
         """
         if number >= self.spec["most_steps"] or time.monotonic() > self._until:
             return True
         return self._peaks[-1] <= _FLAT * self._peaks[-_WINDOW:][0]
 
     def _describe(self) -> None:
-        """Note the size of the model and how deep it is."""
+        """Record the size and the depth of the model."""
         models = self._know_modules()
         sizes: dict[int, int] = {}
         parameters: dict[int, int] = {}
@@ -274,7 +274,6 @@ class Probe:
             self.figures["gradients"] = self._gradient_bytes()
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of the gradients that the optimizers use."""
         sizes = {}
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
@@ -334,7 +333,7 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
 
 
 def storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what names a tensor's storage, and its bytes."""
+    """Return an id of a tensor's storage, and its size in bytes."""
     whole = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
     return whole.data_ptr(), whole.nbytes()
 

@@ -26,7 +26,7 @@ _READ_SECONDS = 10.0
 def check_monitor(
     job: Job, *, on_nodes: bool, installed: Callable[[str], bool] | None = None
 ) -> list[CheckFinding]:
-    """Return what keeps a job from being monitored as intended; the job runs all the same.
+    """Return warnings about a job's monitor; the job runs in any case.
 
     Args:
         job: a complete job.

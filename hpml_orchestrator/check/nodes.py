@@ -75,7 +75,7 @@ def fit(placement: Placement) -> tuple[list[Node], list[CheckFinding]]:
 
 
 def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[CheckFinding]:
-    """Yield what no node of the whole cluster has: GPUs, types of them, features."""
+    """Yield requests that no node of the cluster meets: GPUs, their types, features."""
     if not cluster.nodes:
         return
     yield from _unknown_gpus(request, cluster)
@@ -88,7 +88,7 @@ def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[CheckF
 
 
 def plain_features(request: JobRequest) -> list[str]:
-    """Return the features of `a` or `a&b`; what has other operators is Slurm's to judge."""
+    """Return the features of `a` or `a&b`; empty with other operators, which only Slurm reads."""
     constraint = request.job.resources.constraint or ""
     return re.split("[&,]", constraint) if _FEATURES.fullmatch(constraint) else []
 

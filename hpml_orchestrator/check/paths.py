@@ -36,7 +36,7 @@ _LAUNCHERS = {
 
 
 def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding]:
-    """Return what of a job's program and software is not there, or cannot be read.
+    """Return findings about a job's program and software that do not exist or cannot be read.
 
     Args:
         job: a complete job.
@@ -166,7 +166,7 @@ def _without_torch(
 def _software(
     launcher: str, software: Environment, environment: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """Yield which environment, image or mount does not exist; or lacks what makes it one."""
+    """Yield environments, images and mounts that do not exist or are incomplete."""
     paths: list[tuple[Level, str, str, str, str, str]] = []
     if software.venv:
         project = os.path.dirname(os.path.abspath(software.venv))
@@ -344,7 +344,7 @@ def check_collect(job: Job) -> Iterator[CheckFinding]:
 
 
 def unwritable(path: Path) -> str:
-    """Return the existing directory that must be writable for a path; empty if it is."""
+    """Return the existing directory that would have to be writable for a path; empty if it is."""
     place = Path(os.path.abspath(path))
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -352,7 +352,7 @@ def unwritable(path: Path) -> str:
 
 
 def local_reason(path: Path) -> str:
-    """Return why other machines do not see a directory; empty if nothing indicates it."""
+    """Return why a directory seems to be local to this machine; empty if it does not."""
     real = Path(os.path.realpath(path))
     tops = (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top)
     return next(tops, "")

@@ -123,7 +123,7 @@ class Placement:
         return max(self.request.cpus, -(-memory // most)) if most and memory else self.request.cpus
 
     def tres(self, fitting: list[Node]) -> dict[str, int]:
-        """Return what the whole job is charged with, by Slurm's names; memory in MiB."""
+        """Return the TRES that the whole job is charged for, by Slurm's names; memory in MiB."""
         nodes = self.request.nodes
         cpus = self.cpus * nodes
         if self.whole_nodes or self.cluster.limits.whole_nodes:
@@ -136,7 +136,7 @@ class Placement:
 
 
 def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
-    """Return what a complete job requests; the rest as in `JobRequest`."""
+    """Return the request of a complete job; other arguments are those of `JobRequest`."""
     resources = job.resources
     options: dict[str, str | None] = {}
     for option in resources.extra:

@@ -30,7 +30,7 @@ _IMPLIED = {
     "gpus.none": "gpus.most",
     "features.unknown": "features.nodes",
 }
-"""What holds for the whole cluster -> what would be reported of each partition again."""
+"""Findings for the whole cluster, and those of single partitions that they make redundant."""
 
 
 _CHECKED = ("overcommit", "time-min")  # options of resources.extra
@@ -48,9 +48,9 @@ class Verdict:
     Attributes:
         findings: what prevents the job from running, or may; errors first.
         partitions: names of those that would accept the job.
-        nodes: that it needs.
+        nodes: number of nodes that it needs.
         idle_nodes: idle nodes that fit it, in the partition with most; None if nodes are hidden.
-        not_checked: what of the job was not compared with the cluster, such as `--signal=USR1@60`.
+        not_checked: requests that were not compared with the cluster, such as `--signal=USR1@60`.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
@@ -189,7 +189,7 @@ def _state_findings(placement: Placement) -> Iterator[CheckFinding]:
 
 
 def _closed_findings(placement: Placement) -> Iterator[CheckFinding]:
-    """Yield why the user may not even name the partition, be it one of several."""
+    """Yield why the user may not name the partition at all, not even as one of several."""
     request, partition, cluster = placement.request, placement.partition, placement.cluster
     where, groups, root = f"partition {partition.name}", partition.allow_groups, "root"
     if partition.root_only and cluster.user != root:
@@ -205,7 +205,6 @@ def _closed_findings(placement: Placement) -> Iterator[CheckFinding]:
 
 
 def _access_findings(placement: Placement, selection: AccountSelection) -> Iterator[CheckFinding]:
-    """Yield why the job's account or QOS may not use the partition."""
     partition, resources = placement.partition, placement.request.job.resources
     accounts = (selection.account, partition.allow_accounts, partition.deny_accounts)
     qos = (selection.qos_name, partition.allow_qos, partition.deny_qos)

@@ -31,7 +31,7 @@ _MEBIBYTE = 1024**2
 
 @dataclass
 class _Walk:
-    """What a walk through a source has seen; `refused` is what staging of a tree refuses."""
+    """Results of a walk through a source; `refused` holds what staging of a tree would refuse."""
 
     stage: Stage
     ends: float
@@ -124,7 +124,7 @@ def _no_source(stage: Stage, place: str, fault: OSError) -> CheckFinding:
 
 
 def _look(walk: _Walk) -> None:
-    """Walk through a source; a directory that may not be entered is named."""
+    """Walk through a source and record what cannot be read."""
     source = walk.stage.source
     info = os.stat(source)
     if not stat.S_ISDIR(info.st_mode):
