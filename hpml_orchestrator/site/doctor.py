@@ -1,4 +1,4 @@
-"""Check the installation, the scheduler and this machine, and say what is missing."""
+"""Check the installation, the scheduler and this machine, and report what is missing."""
 
 from __future__ import annotations
 

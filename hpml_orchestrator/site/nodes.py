@@ -51,8 +51,8 @@ class NodeGroup:
 def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
     """Return the kinds of nodes, those with GPUs and the larger ones first.
 
-    Compared are sockets, cores, threads, CPUs, GPUs, memory, local disk and features, but less
-    if that makes more than 64 kinds.
+    Nodes are alike if sockets, cores, threads, CPUs, GPUs, memory, local disk and features are
+    equal; some of these are ignored if there would be more than 64 kinds.
     """
     comparisons: tuple[Callable[[Node], Hashable], ...] = (
         lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib, node.features),

@@ -53,8 +53,8 @@ def profile_text(
 ) -> str:
     """Return a site profile in TOML that `spec.Site` accepts, with comments.
 
-    Equal input gives equal text. What the profile's model cannot hold, such as names with spaces,
-    is left out.
+    Equal input gives equal text. Values that the profile's model refuses, such as names with
+    spaces, are left out.
     """
     origin = origin or Origin()
     groups = group_nodes(cluster) if groups is None else groups
@@ -296,7 +296,7 @@ def _probe_remark(probe: NodeProbe) -> str:
 
 
 def _resources(cluster: Cluster) -> str:
-    """Return the partition for jobs: set where only one is possible, else proposed."""
+    """Return the default partition of jobs: set if there is only one, else proposed."""
     names = [partition.name for partition in cluster.partitions if _is_word(partition.name)]
     if cluster.default_partition is not None or not names:
         return ""
@@ -307,7 +307,7 @@ def _resources(cluster: Cluster) -> str:
 
 
 def _account(cluster: Cluster) -> str:
-    """Return the account of jobs: set where only one is possible, else proposed."""
+    """Return the default account of jobs: set if there is only one, else proposed."""
     user = cluster.user or "this user"
     if cluster.associations is None:
         return _remark("Accounts: Slurm's accounting did not answer.")
