@@ -25,7 +25,7 @@ _MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench", "advise"
 
 
 def completion(ids: Callable[[Store], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return what completes a word in the shell: `last`, or one of the ids in the store."""
+    """Return a completion function for the shell: `last` and the ids in the store."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         try:

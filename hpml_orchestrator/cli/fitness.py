@@ -1,4 +1,4 @@
-"""Whether a node is fit for jobs: for a prolog, for Slurm's HealthCheckProgram, and for people."""
+"""Checks whether a node is fit for jobs, for a prolog, a HealthCheckProgram and people."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Expected:
 
 
 def examine_node(expected: Expected) -> list[NodeFinding]:
-    """Return what was found in a fixed order; takes a second, and half a minute if things hang."""
+    """Return findings in a fixed order; takes a second, or half a minute if something hangs."""
     before = read_health(expected.proc, expected.sys)
     gpus = _gpus(expected)
     served = _served(expected.proc)
@@ -86,7 +86,7 @@ def examine_node(expected: Expected) -> list[NodeFinding]:
 
 
 def _output(command: Sequence[str], seconds: float) -> str | None:
-    """Return what a command prints; None if it fails or does not end in time.
+    """Return the output of a command; None if it fails or does not end in time.
 
     One that hangs in the kernel cannot be ended: it is killed and not waited for.
     """

@@ -140,7 +140,7 @@ class _Notices:
         self._state: State | None = None
 
     def show(self, state: State, *, reason: bool) -> None:
-        """Print what has changed; between two answers of the scheduler the same state comes."""
+        """Print what has changed; the same state is passed again between two queries."""
         line = _state_line(state, reason=reason)
         if line != self._shown:
             self._shown = line
@@ -182,7 +182,7 @@ def _interrupted(label: str, again: str, *, over: bool) -> str:
 
 
 class _Printer:
-    """Writes bytes to a text stream, and knows whether the last line is complete."""
+    """Writes bytes to a text stream, and tracks whether the last line is complete."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

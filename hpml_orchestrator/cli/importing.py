@@ -97,7 +97,7 @@ _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not need
 
 
 def _print_findings(name: str, findings: tuple[ImportNote, ...]) -> None:
-    """Print the findings; those with one reason stand together."""
+    """Print the findings, grouped by reason."""
     groups: dict[tuple[str, str, str], list[ImportNote]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, finding.why, finding.todo), []).append(finding)

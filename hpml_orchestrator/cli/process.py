@@ -33,7 +33,7 @@ def notice(text: str) -> None:
 
 
 def become_exporter(module: str, options: str) -> None:
-    """Replace this process by an exporter's, which has loaded nothing of the command line.
+    """Replace this process by an exporter that has loaded nothing of the command line.
 
     Args:
         module: that Python runs.

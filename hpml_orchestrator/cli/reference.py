@@ -1,4 +1,4 @@
-"""Texts of the manual next to the help of each command: examples, exit statuses, variables."""
+"""Texts of the manual besides the help of commands: examples, exit statuses, variables."""
 
 from __future__ import annotations
 

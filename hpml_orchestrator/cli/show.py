@@ -122,7 +122,7 @@ def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list
 
 
 def _diagnosis(state: State, summary: Summary) -> str | None:
-    """Return what holds a run back most, in one line; None if nothing was found."""
+    """Return the main bottleneck of a run in one line; None if nothing was found."""
     try:
         if state.tasks or state.run.newest() is None:
             return None

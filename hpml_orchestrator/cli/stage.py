@@ -282,7 +282,7 @@ def _outcomes(
 
 
 def _check_source(path: str) -> None:
-    """Refuse a source that is not there; it may be a mistyped subcommand."""
+    """Refuse a source that does not exist; it may be a mistyped subcommand."""
     try:
         os.lstat(path)
     except PermissionError as error:
@@ -345,7 +345,7 @@ def _json(outcome: StageOutcome) -> dict[str, object]:
 
 
 def _raw(value: object) -> str | bytes:
-    """Return what a shell reads: a path with every byte that it has."""
+    """Return a value for the shell; a path keeps every byte."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     # `$(hpml stage --print path)` must get the bytes of the path, whatever the terminal's encoding.

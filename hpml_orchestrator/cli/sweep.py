@@ -344,7 +344,7 @@ def _path(output: str) -> Path:
 
 
 def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> None:
-    """Tick until the sweep has ended, and print its report; or let another process do it."""
+    """Tick until the sweep has ended and print its report, or let another process do so."""
     if detach:
         hpml = [sys.executable, "-m", "hpml_orchestrator.cli", "--records", str(store.root)]
         with (plan.directory_of(store, planned.id) / "controller.log").open("ab") as log:

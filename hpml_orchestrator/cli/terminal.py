@@ -66,7 +66,7 @@ def draw_table(
 ) -> None:
     """Draw a table; states are coloured.
 
-    What users copy, such as ids, is never broken: it is wider than the terminal if need be.
+    Text that users copy, such as ids, is never wrapped, even if it is wider than the terminal.
 
     Args:
         header: name of each column.

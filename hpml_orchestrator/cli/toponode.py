@@ -275,7 +275,7 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: BindingReport) -> st
 
 
 def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
-    """Return what the node's agent planned, if it is there, and why it cannot be read, if so."""
+    """Return the plan of the node's agent, if there is one, and why it cannot be read."""
     try:
         return read(read_text(attempt.directory / "plan" / f"{node}.txt")), ""
     except NotFoundError:

@@ -175,7 +175,7 @@ class _Box:
         self.height = self._head + sum(heights) + self._pad - (self._gap if heights else 0)
 
     def draw(self, x: float, y: float) -> Iterator[str]:
-        """Yield the SVG elements of the box and of those inside, with its corner at a place."""
+        """Yield the SVG elements of the box at a place, and of the boxes inside it."""
         if self.kind:
             fill = f' style="fill:{self.fill}"' if self.fill else ""
             yield (
