@@ -51,7 +51,7 @@ def _store(records: str | Path | None, *, must_exist: bool = False) -> Store:
 
 
 def _seconds(timeout: float | None) -> float:
-    """Return a timeout, infinite for None; refuse what is not a number of seconds."""
+    """Return a timeout in seconds, infinite for None; refuse anything else."""
     valid = timeout is None or (isinstance(timeout, int | float) and timeout >= 0)
     _expect(valid, "timeout", timeout, "a number of seconds from 0 on, or None")
     return float("inf") if timeout is None else timeout
@@ -84,7 +84,7 @@ class Job:
         self._set(partial(load_job, Path.cwd() / "Job(…)", fields=texts))  # as if in a file
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse a change, which would not reach the job that is submitted."""
+        """Refuse a change, which would not affect the job that is submitted."""
         raise AttributeError(f"{name}: a Job cannot be changed; make another one")
 
     @classmethod
