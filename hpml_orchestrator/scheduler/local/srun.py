@@ -182,7 +182,7 @@ class _Step:
         # If SIGCHLD is ignored, which a shell may pass on, the kernel reaps the children itself and
         # no status is left to wait for.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # Blocked signals are fetched by sigtimedwait: none can arrive between a look and the wait.
+        # Blocked signals are fetched by sigtimedwait, so that none is lost between two waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
             for rank in range(self.ntasks):

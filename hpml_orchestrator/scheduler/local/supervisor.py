@@ -206,8 +206,8 @@ class _Run:
             # come.
             if os.getppid() != parent:
                 os._exit(_CANNOT_EXECUTE)
-            # Ignored signals stay ignored across exec, and Python ignores SIGPIPE and SIGXFSZ: a
-            # script would behave in other ways than in a shell.
+            # Ignored signals stay ignored across exec, and Python ignores SIGPIPE and SIGXFSZ: the
+            # script would behave differently from one that a shell starts.
             for number in _HANDLED | _IGNORED | {signal.SIGXFSZ}:
                 signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(OSError):

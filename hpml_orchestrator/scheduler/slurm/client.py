@@ -314,7 +314,7 @@ class SlurmScheduler:
         for chunk in _chunks([job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]):
             done = self._run(["scancel", *chunk])
             # scancel fails if any of its jobs is over already, yet cancels the others. A job that
-            # ended between our look and this call is no error.
+            # ended between the query and this call is no error.
             if done.returncode == 0 or no_such_job(done.stderr):
                 continue
             message = clean(done.stderr)
