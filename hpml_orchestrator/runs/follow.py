@@ -62,7 +62,7 @@ def wait_until_over(
         if state.over or lost >= _LOST_ANSWERS:
             return state
         watched = _watched(state)
-        # A requeued run has a new attempt without an end: then the watching begins again.
+        # A requeued run has a new attempt without an end, which is watched in turn.
         end_seen = end_seen and _ends_recorded(watched)
         pause = next(pauses)
         if end_seen and state.backend == "local":
@@ -71,8 +71,8 @@ def wait_until_over(
         while now() < deadline:
             each(state)
             sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
-            # The script's last act is its own record, a moment before the scheduler notices. Ask at
-            # once and often again instead of sitting out a pause of up to 30 s.
+            # The script's last act is its own record, a moment before the scheduler notices the
+            # end. Query at once and often again instead of sitting out a pause of up to 30 s.
             if not end_seen and _ends_recorded(watched):
                 end_seen = True
                 pauses.reset()
@@ -82,7 +82,7 @@ def wait_until_over(
 def _watched(state: State) -> list[Run]:
     """Return the runs whose records are polled; of an array only once few tasks are left."""
     runs = [task.run for task in state.tasks if not task.over] if state.tasks else [state.run]
-    # Each look costs a few file operations per task, every second, on a shared file system.
+    # Each poll costs a few file operations per task, every second, on a shared file system.
     return runs if len(runs) <= _WATCHED_TASKS else []
 
 

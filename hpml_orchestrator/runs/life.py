@@ -335,7 +335,7 @@ def _step(attempts: Sequence[AttemptReport]) -> int | None:
     *earlier, newest = attempts
     if newest.step is not None:
         return newest.step
-    # An attempt that has not trained yet resumes from a checkpoint, and steps after it are lost.
+    # An attempt that has not trained yet resumes from a checkpoint; steps after that are lost.
     saved = [one.saved_step for one in earlier if one.saved_step is not None]
     return saved[-1] if saved else _newest(one.step for one in earlier)
 

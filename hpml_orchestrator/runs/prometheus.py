@@ -259,8 +259,7 @@ class Prometheus:
             raise PrometheusError(f"{self.url}: no answer: {text}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise PrometheusError(f"{self.url}: not a Prometheus: the answer is no JSON") from error
-        # PromQL divides by zero without an error; NaN and infinity would then pass every comparison
-        # of a rule or fail in JSON.
+        # PromQL divides by zero without an error, and JSON has neither NaN nor infinity.
         return [sample for sample in samples if math.isfinite(sample[1])]
 
 

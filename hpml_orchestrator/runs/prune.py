@@ -234,8 +234,8 @@ class _Remover:
                 for job_id in sorted(submission.job_ids()):
                     path = home / "jobs" / job_id
                     with contextlib.suppress(HpmlError, KeyError, TypeError):
-                        # Ids of local jobs start at 1 again in a new store; the directory proves
-                        # that this is the same job.
+                        # If the directory of local jobs was removed, their ids begin at 1 again.
+                        # The submission's directory proves that this is the same job.
                         if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
                             found.append(path)
         return found

@@ -66,8 +66,7 @@ def requeue(
     if where := elsewhere(state.cluster, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
-    # A running job is never submitted again. It is asked to save, and its script requeues it under
-    # the same id.
+    # A running job is never submitted again. It is asked to save, and its own script continues it.
     if state.unfinished and state.job_id:
         return _ask_to_stop(state, newest)
     if state.state == "COMPLETED":

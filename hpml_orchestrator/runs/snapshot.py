@@ -173,8 +173,8 @@ class Snapshot:
         """Return the target of a copied link: a file in the tree becomes its copy, others stay."""
         folder = os.path.dirname(path)
         inside = os.path.relpath(os.path.join(self.top, folder, text), self.top)
-        # A relative link may lead out of the tree, which is elsewhere for the copy. An absolute one
-        # into the tree would let the job run the files as they are later.
+        # From the copy, a relative link that leaves the tree would lead elsewhere. An absolute link
+        # into the tree would let the job run files that are edited later.
         if not os.path.isabs(text):
             return os.path.join(self.top, folder, text) if _is_within(inside, "..") else text
         copied = any(_is_within(name, "" if inside == "." else inside) for name in entries)

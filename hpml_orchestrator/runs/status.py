@@ -89,8 +89,7 @@ def states(
                 known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
             known[submission.sid] = _unreadable(submission, error)
-    # One call per scheduler, however many submissions: each squeue takes the controller's lock, and
-    # a sweep may have thousands.
+    # One query per scheduler, however many submissions there are: a sweep may have thousands.
     for scheduler, group in unfinished.items():
         job_ids = [job_id for pending in group for job_id in pending.job_ids_to_query]
         try:

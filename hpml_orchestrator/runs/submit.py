@@ -109,8 +109,8 @@ def _start(
     request = replace(request_of(submission, environment), after=waits_for)
     arguments = scheduler.arguments(request)
     encoded = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
-    # Before the marker: whoever recovers this start sees exactly what sbatch was asked to do.
-    # NUL-separated, because an argument may hold any other character.
+    # Before the marker, so that every start on record has its exact call of sbatch. NUL-separated,
+    # because an argument may hold any other character.
     write_text(submission.directory / "arguments", encoded)
     before = clock()
     # The marker is created exclusively. Of several processes that start the same number, one

@@ -110,8 +110,8 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     monitored = monitored_nodes(attempt)
     collected = attempt.markers("collected")
     told = {row["node"] for node in collected for row in node["entries"]}
-    # A node that was to collect results and wrote nothing down lost them, perhaps with its power.
-    # Only silence after the end proves it: before, it may still be copying.
+    # A node that was to collect results and recorded nothing has lost them. Only silence after the
+    # end proves it: before, the node may still be copying.
     owing = [event.node for event in ready if event.data.get("collect")]
     silent = [node for node in owing if state.over and node not in told]
     sources = recorded_job(state.submission).collected if owing else ()
