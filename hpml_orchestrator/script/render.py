@@ -209,7 +209,7 @@ def _container(
     targets = [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
     saved = job.checkpoint
     shared = [("checkpoint.directory", saved.directory)] * (saved.enabled and saved.is_shared)
-    # Colons and commas separate the parts of a mount option, and no engine can escape them.
+    # Colons and commas separate the parts of a mount option: such a path would be cut apart.
     for field, path in code + targets + shared:
         if ":" in path or "," in path:
             message = "must have neither colon nor comma if the ranks run in a container"
