@@ -73,7 +73,7 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
         seconds = first * _HOUR + second * _MINUTE + third
     elif fields[1] is not None:
         seconds = first * _MINUTE + second
-    # Some of Slurm's outputs print NO_VAL and INFINITE as plain numbers. As minutes they would be
+    # Slurm prints NO_VAL and INFINITE as plain numbers in some places. As minutes they would be
     # 8,000 years.
     elif first in _UNSET_32:
         return None
