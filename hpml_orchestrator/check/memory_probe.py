@@ -315,8 +315,8 @@ class Probe:
         target = self.spec["output"]
         with open(f"{target}.new", "w", encoding="utf-8") as stream:
             json.dump(self.figures, stream)
-        # The program may be killed at any moment, for its memory of all reasons. A torn file would
-        # lose the figures of all steps before.
+        # The program may be killed at any moment, for example because it runs out of memory. A torn
+        # file would lose the figures of all earlier steps.
         os.replace(f"{target}.new", target)
 
     def end(self, end: str) -> NoReturn:

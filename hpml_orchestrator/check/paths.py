@@ -200,7 +200,7 @@ def _fault(
     level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
 ) -> CheckFinding:
     try:
-        # os.path.exists is false for a path that may not be looked at, too. That is another fault,
+        # os.path.exists is also false for a path that may not be looked up. That is another fault,
         # with another remedy.
         os.stat(at or path)
     except PermissionError as fault:

@@ -56,8 +56,8 @@ def prepare_checked(
         RecordError: the records cannot be written.
     """
     job = rendered.resolved.job
-    # Before anything is written, and also with --no-check: two runs in one directory of checkpoints
-    # destroy each other's.
+    # Before anything is written, and also with --no-check: two runs in one directory would
+    # overwrite each other's checkpoints.
     refuse_shared_checkpoints(store, job)
     dependencies = pending_dependencies(store, job.after, backend=backend)
     if checked:
