@@ -77,8 +77,6 @@ class NodeProbe:
             if place.writable and not (place.shared or place.in_ram or place.name == "ram")
         ]
         own = [place for place in fit if place.name.startswith("$") and place.path != _TMP]
-        # These are hpml's defaults already. Writing them into the profile would only hide a later
-        # change of the site's.
         if any(place.name in ("$SLURM_TMPDIR", "$TMPDIR") for place in own):
             return None
         if own:

@@ -176,8 +176,8 @@ def _paths(cluster: Cluster, origin: Origin) -> str:
     if not is_plain or not text:
         return _off("scratch", "$LOCAL_SCRATCH")
     has_disk = any(node.tmp_disk_mib for node in cluster.nodes)
-    # A probe knows the disks better than TmpFS, and without a disk TmpFS is probably RAM or the
-    # system's: then it is only proposed, in a comment.
+    # A probe knows the disks better than TmpFS, and without TmpDisk nothing says that there is a
+    # disk: then it is only proposed, in a comment.
     return text if has_disk and not origin.probes else f"#{text}"
 
 
