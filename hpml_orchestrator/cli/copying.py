@@ -99,7 +99,7 @@ class Meter:
     def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
         """Show the figures if it is time to."""
         now = self._clock()
-        # Called for every file. Drawing each time would take longer than the copy.
+        # Called for every file, so it must cost next to nothing in most calls.
         if now < self._next:
             return
         counts = f"{self._verb} {files} of {all_files} files"

@@ -147,8 +147,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the first argument names, and return it."""
         self.load(args[0])
-        # Cut here, because Click drops the `--` and would parse what follows as arguments of the
-        # command: `--epochs=3` is for the program.
+        # Cut here, because Click would take the words after `--` as the command's own arguments,
+        # and `--epochs=3` is for the program.
         if args[0] in _APPENDING and "--" in args:
             place = args.index("--")
             ctx.meta[APPENDED] = args[place + 1 :]
