@@ -62,10 +62,10 @@ def directive(value: object) -> Raw:
 def word(value: object) -> Raw:
     """Return a value as one shell word; `{stage.NAME}`, `{env.HOME}` become variables.
 
-    >>> word("--data={stage.digits}/train it")
-    '--data='"$HPML_STAGE_DIGITS"'/train it'
-    >>> word("{run.id}{env.HOME}{{run.id}}")
-    '"${HPML_RUN_DIR##*/}""$HOME"'{run.id}''
+    >>> print(word("--data={stage.digits}/train it"))
+    --data="$HPML_STAGE_DIGITS"'/train it'
+    >>> print(word("{run.id}{env.HOME}{{run.id}}"))
+    "${HPML_RUN_DIR##*/}""$HOME"'{run.id}'
     """
     if isinstance(value, Raw):
         return value
@@ -98,8 +98,8 @@ def words_before(words: Sequence[Raw]) -> Raw:
 def node_path(path: str) -> Raw:
     """Return a path of the site profile as one shell word; it may begin with a variable.
 
-    >>> node_path("$LOCAL_SCRATCH/my data")
-    '"${LOCAL_SCRATCH:?of the site profile is not set in this job}"'/my data''
+    >>> print(node_path("$LOCAL_SCRATCH/my data"))
+    "${LOCAL_SCRATCH:?of the site profile is not set in this job}"'/my data'
     """
     if not path.startswith("$"):
         return quote(path)
