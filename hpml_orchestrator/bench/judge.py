@@ -39,7 +39,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class FigureComparison:
     """One figure of one node, with its references."""
 
     node: str
@@ -58,8 +58,8 @@ class Compared:
 class BenchVerdict:
     """What was found: every figure, and the findings as sentences."""
 
-    figures: Sequence[Compared] = ()
-    outliers: Sequence[Compared] = ()
+    figures: Sequence[FigureComparison] = ()
+    outliers: Sequence[FigureComparison] = ()
     failed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # node -> part -> reason
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -103,7 +103,9 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ben
     return BenchVerdict(figures, outliers, failed, left_out)
 
 
-def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> list[Compared]:
+def compare(
+    measured: Sequence[Measurement], stored: Sequence[Measurement]
+) -> list[FigureComparison]:
     """Return each figure of each node with its specification, own history and siblings."""
     runs = {made.run for made in measured}
     earlier = [made for made in stored if made.run not in runs]
@@ -122,7 +124,7 @@ def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> l
             ]
             uncertain = figure.spread > UNCERTAIN or (made.load > BUSY and _of_cpus(made, name))
             outlier = "" if uncertain else _below(figure, references)
-            found.append(Compared(made.node, name, figure, references, outlier, uncertain))
+            found.append(FigureComparison(made.node, name, figure, references, outlier, uncertain))
     return found
 
 

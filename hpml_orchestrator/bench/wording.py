@@ -14,7 +14,7 @@ from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.texts import rate_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.bench.judge import BenchVerdict, Compared
+    from hpml_orchestrator.bench.judge import BenchVerdict, FigureComparison
 
 HEADER = (
     "figure",
@@ -57,7 +57,7 @@ def _ordered_label(name: str) -> tuple[int, str]:
     return len(_LABELS), name
 
 
-def _place(compared: Compared) -> str:
+def _place(compared: FigureComparison) -> str:
     part, *_, last = compared.name.split(".")
     device = part if part[-1:].isdecimal() else last if last[-1:].isdecimal() else ""
     is_device = re.fullmatch(r"(gpu|domain)\d+", device)
@@ -69,7 +69,7 @@ def rows(verdict: BenchVerdict) -> list[tuple[str, ...]]:
 
     Spread and references are those of the lowest one.
     """
-    kinds: dict[tuple[int, str], list[Compared]] = {}
+    kinds: dict[tuple[int, str], list[FigureComparison]] = {}
     for one in verdict.figures:
         kinds.setdefault(_ordered_label(one.name), []).append(one)
     made = []
@@ -90,7 +90,7 @@ def rows(verdict: BenchVerdict) -> list[tuple[str, ...]]:
     return made
 
 
-def _against(compared: Compared, kind: str) -> str:
+def _against(compared: FigureComparison, kind: str) -> str:
     reference = compared.reference(kind)
     if reference is None:
         return ""
@@ -133,7 +133,7 @@ def findings(
         yield f"{name:<{width}}  left no result"
 
 
-def _outlier(compared: Compared) -> str:
+def _outlier(compared: FigureComparison) -> str:
     reference = compared.reference(compared.outlier)
     if reference is None:  # it is one of its references
         return compared.name

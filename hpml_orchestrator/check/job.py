@@ -29,7 +29,7 @@ from hpml_orchestrator.check.paths import (
     is_one_machine,
 )
 from hpml_orchestrator.check.request import Sizes, cpus_field
-from hpml_orchestrator.check.rules import Verdict, check
+from hpml_orchestrator.check.rules import ClusterAnswer, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import pending_dependencies
@@ -72,13 +72,13 @@ class CheckReport:
         not_asked: why the cluster was not asked, or what it hides; empty if everything was visible.
         notes: what was decided for the job, a line each.
         not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
-        verdict: which partitions would accept the job; empty for the local backend.
+        answer: which partitions would accept the job; empty for the local backend.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
     not_asked: str = ""
     notes: list[str] = field(default_factory=list)
-    verdict: Verdict = Verdict()  # noqa: RUF009 - frozen
+    answer: ClusterAnswer = ClusterAnswer()  # noqa: RUF009 - frozen
     not_checked: list[str] = field(default_factory=list)
 
     @property
@@ -200,17 +200,17 @@ def check_job(
         machine = LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]
         return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
-    verdict = Verdict()
+    answer = ClusterAnswer()
     if cluster is not None:
-        verdict = _compare(asked, cluster, sizes, profile)
-        findings += verdict.findings
+        answer = _compare(asked, cluster, sizes, profile)
+        findings += answer.findings
         not_asked = _hidden(cluster)
         notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:  # reported already
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)
-    not_checked = [*verdict.not_checked, *unseen]
-    return CheckReport(errors_first(findings), not_asked, notes, verdict, not_checked)
+    not_checked = [*answer.not_checked, *unseen]
+    return CheckReport(errors_first(findings), not_asked, notes, answer, not_checked)
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[CheckFinding], Sizes]:
@@ -288,18 +288,18 @@ def _hidden(cluster: Cluster) -> str:
     return f"it shows you no {' or '.join(cluster.hidden)} (PrivateData), so {unknown} are unknown"
 
 
-def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
+def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> ClusterAnswer:
     disk_mib = sizes.disk_mib
     if site is not None and site.path("scratch", job.resources.partition) is not None:
         disk_mib = 0  # Slurm's TmpDisk is the size of another directory
-    verdict = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.shm_mib)
+    answer = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.shm_mib)
     if site is None:
-        return verdict
-    findings = verdict.findings
+        return answer
+    findings = answer.findings
     # The script sets no limit then, and the job gets the partition's default.
     if without_time(site.directives):
         findings = [finding for finding in findings if finding.field != "resources.time"]
-    return dataclasses.replace(verdict, findings=[*_other_cluster(site, cluster), *findings])
+    return dataclasses.replace(answer, findings=[*_other_cluster(site, cluster), *findings])
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[CheckFinding]:

@@ -42,7 +42,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClusterAnswer:
     """A cluster's answer to a job.
 
     Attributes:
@@ -61,7 +61,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _PartitionVerdict:
+class _PartitionAnswer:
     """A partition's answer to a job, and its nodes that fit it."""
 
     partition: Partition
@@ -81,7 +81,7 @@ class _PartitionVerdict:
         return sum("IDLE" in node.states for node in free)
 
 
-def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> Verdict:
+def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> ClusterAnswer:
     """Return everything that prevents a job from running on a cluster, or may.
 
     Args:
@@ -97,22 +97,22 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)
     findings = [*_array(job, cluster), *selection.findings, *unknown, *faults]
-    verdicts = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
+    answers = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
     # Slurm starts a job in any of its partitions that can run it, so one that fits is enough. What
     # the others lack matters only to a site that enforces the limits of all.
-    usable = [verdict for verdict in verdicts if not verdict.findings]
-    if verdicts:
-        findings += _combined(request, verdicts, usable, cluster, selection)
+    usable = [answer for answer in answers if not answer.findings]
+    if answers:
+        findings += _combined(request, answers, usable, cluster, selection)
     # A type of GPU that no node has would also be reported as missing in each partition: once is
     # enough.
     implied = {_IMPLIED.get(finding.code) for finding in findings}
     findings = errors_first(finding for finding in findings if finding.code not in implied)
-    idle = max((verdict.idle_nodes for verdict in usable), default=0)
-    names = tuple(verdict.partition.name for verdict in usable)
+    idle = max((answer.idle_nodes for answer in usable), default=0)
+    names = tuple(answer.partition.name for answer in usable)
     not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
-    return Verdict(
+    return ClusterAnswer(
         findings, names, request.nodes, idle if cluster.nodes else None, tuple(not_checked)
     )
 
@@ -165,12 +165,12 @@ def _partitions(
     return [], [request.fault("partition.none", "partition", message, names, hint)]
 
 
-def _compare(placement: Placement, selection: AccountSelection) -> _PartitionVerdict:
+def _compare(placement: Placement, selection: AccountSelection) -> _PartitionAnswer:
     nodes, missing = fit(placement) if placement.cluster.nodes else ([], [])
     limits = list(_limit_findings(placement, selection.qos.flags if selection.qos else ()))
     if any(finding.code == "nodes.most" for finding in limits):
         missing = []  # reported once
-    return _PartitionVerdict(
+    return _PartitionAnswer(
         placement.partition,
         closed=list(_closed_findings(placement)),
         limits=[*_access_findings(placement, selection), *limits],
@@ -269,27 +269,27 @@ def _among(name: str, names: Iterable[str]) -> bool:
 
 def _combined(
     request: JobRequest,
-    verdicts: Sequence[_PartitionVerdict],
-    usable: Sequence[_PartitionVerdict],
+    answers: Sequence[_PartitionAnswer],
+    usable: Sequence[_PartitionAnswer],
     cluster: Cluster,
     selection: AccountSelection,
 ) -> list[CheckFinding]:
     """Return the findings for all partitions together; mostly one that would run it is enough."""
     if not usable:
-        return [finding for verdict in verdicts for finding in verdict.findings]
+        return [finding for answer in answers for finding in answer.findings]
     enforced = cluster.limits.enforce_partition_limits
     findings: list[CheckFinding] = []
-    for index, verdict in enumerate(verdicts):
-        closed = verdict.closed
+    for index, answer in enumerate(answers):
+        closed = answer.closed
         if enforced == "NO" and index:
             # Observed on a real cluster: Slurm skips a closed partition, unless it is the first
             # one, which blocks the job.
             closed = [dataclasses.replace(finding, level="warning") for finding in closed]
         findings += closed
         if enforced == "ALL":
-            findings += verdict.limits
+            findings += answer.limits
     # With DenyOnLimit Slurm refuses a job at submission, by the limits of its first partition.
-    first = verdicts[0]
+    first = answers[0]
     own = [qos for qos in cluster.qos or () if qos.name == first.partition.qos]
     if any("DenyOnLimit" in qos.flags for qos in (selection.qos, *own) if qos is not None):
         findings += first.accounting
@@ -301,11 +301,11 @@ def _combined(
 
 
 def _nodes_down(
-    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionAnswer], cluster: Cluster
 ) -> Iterator[CheckFinding]:
     """Yield a warning where nodes are out of service, so that the job cannot start now."""
-    for verdict in usable:
-        up = {node.name for node in verdict.nodes if node.up}
+    for answer in usable:
+        up = {node.name for node in answer.nodes if node.up}
         if len(up) >= request.nodes:
             return
     best = usable[0]
@@ -323,11 +323,11 @@ def _nodes_down(
 
 
 def _staged_memory(
-    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionAnswer], cluster: Cluster
 ) -> Iterator[CheckFinding]:
     if request.memory_mib is not None:
         return
-    placements = [Placement(request, verdict.partition, cluster) for verdict in usable]
+    placements = [Placement(request, answer.partition, cluster) for answer in usable]
     default = max(placement.memory_mib for placement in placements)
     # Files in /dev/shm are charged to the job. With the default of memory, staging alone would
     # exceed it, and the kernel would kill the ranks.

@@ -271,7 +271,7 @@ def _print(report: CheckReport, backend: str, job: str) -> None:
     elif report.not_asked:
         verdict = f"not checked against {where}: {report.not_asked}"
     else:
-        names = report.verdict.partitions
+        names = report.answer.partitions
         verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report)}"
         if report.not_checked:
             verdict += f"; not checked: {', '.join(report.not_checked)}"
@@ -280,7 +280,7 @@ def _print(report: CheckReport, backend: str, job: str) -> None:
 
 
 def _start(report: CheckReport) -> str:
-    verdict = report.verdict
+    verdict = report.answer
     if not verdict.partitions or verdict.idle_nodes is None:
         return ""
     idle = f"{counted(verdict.idle_nodes, 'node')} idle"

@@ -77,7 +77,7 @@ class Watch:
         """
         # Count again from the last start: libraries bind themselves while they are loaded.
         if self._take(started):
-            self._save(self._judge())
+            self._save(self._verify())
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
         if self._due and now >= self._due[0]:
             self._due.pop(0)
@@ -153,7 +153,7 @@ class Watch:
         others = {other.pid for other in self._ranks.values() if other is not rank}
         return processes.family(rank.pid, others)
 
-    def _judge(self) -> NodeProof:
+    def _verify(self) -> NodeProof:
         proof = judge(
             self._node_plan.topology or _NO_TOPOLOGY,
             self._node_plan.plan,
@@ -166,7 +166,7 @@ class Watch:
         return replace(proof, time=round(time.time(), 6))
 
     def _conclude(self, now: float) -> None:
-        proof = self._judge()
+        proof = self._verify()
         self._save(proof)
         rows = wrong_rows(proof)
         if not rows or rows == self._reported:

@@ -68,7 +68,7 @@ def states(
         return ""
 
     known: dict[str, State] = {}
-    unfinished: dict[tuple[str, str], list[_Unfinished]] = {}
+    unfinished: dict[tuple[str, str], list[_UnfinishedRun]] = {}
     for submission in dict.fromkeys(replace(submission, index=None) for submission in wanted):
         try:
             record = submission.record()
@@ -84,7 +84,7 @@ def states(
             )
             if state is None:
                 _find_next(store, submission, partial(backends, *scheduler), now())
-                unfinished.setdefault(scheduler, []).append(_Unfinished.read(base))
+                unfinished.setdefault(scheduler, []).append(_UnfinishedRun.read(base))
             else:
                 known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
@@ -188,7 +188,7 @@ def _find_next(
 
 
 @dataclass(frozen=True)
-class _Unfinished:
+class _UnfinishedRun:
     """A submission that has a job and is not known to be over."""
 
     base: State  # with its job
@@ -197,18 +197,18 @@ class _Unfinished:
     ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
     @staticmethod
-    def read(base: State) -> _Unfinished:
+    def read(base: State) -> _UnfinishedRun:
         """Read what its own records say."""
         submission = base.submission
         job_id = str((submission.job() or {})["job_id"])
         base, asked = replace(base, job_id=job_id), cache(partial(recorded_job, submission))
         if not submission.is_array():
-            return _Unfinished(base, asked, {None: job_id}, {})
+            return _UnfinishedRun(base, asked, {None: job_id}, {})
         continued = submission.continued()
         job_ids: dict[int | None, str] = {
             index: continued.get(index, f"{job_id}_{index}") for index, _ in submission.runs()
         }
-        return _Unfinished(base, asked, job_ids, read_ends(base))
+        return _UnfinishedRun(base, asked, job_ids, read_ends(base))
 
     @property
     def job_ids_to_query(self) -> list[str]:

@@ -42,8 +42,8 @@ from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (
     NAMES,
+    ParameterNames,
     Parameters,
-    Prefixed,
     derived_from,
     fields_of,
     given_in,
@@ -166,7 +166,7 @@ class HpmlExecutor(core.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return Prefixed(NAMES - AutoExecutor._valid_parameters())  # noqa: SLF001 - for plugins
+        return ParameterNames(NAMES - AutoExecutor._valid_parameters())  # noqa: SLF001 - for plugins
 
     def _internal_update_parameters(self, **kwargs: object) -> None:
         for name in kwargs.keys() - NAMES:  # AutoExecutor checks names only for its calls

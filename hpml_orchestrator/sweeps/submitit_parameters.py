@@ -72,7 +72,7 @@ Parameters: TypeAlias = Mapping[str, Any]
 """Parameters by name, with the values that the user gave."""
 
 
-class Prefixed(set[str]):
+class ParameterNames(set[str]):
     """Names of parameters that users give with the prefix `hpml_` only.
 
     AutoExecutor iterates over the names of all executors, and a name without a prefix goes to the

@@ -38,7 +38,7 @@ Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
 
 
 @dataclass
-class _Kept:
+class _CountsSinceStart:
     """What an exporter has counted since its start, across collectors.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Kept:
     histories: dict[str, History] = field(default_factory=dict)
 
 
-_KEPT: weakref.WeakKeyDictionary[JobsBoard, _Kept] = weakref.WeakKeyDictionary()
+_COUNTS: weakref.WeakKeyDictionary[JobsBoard, _CountsSinceStart] = weakref.WeakKeyDictionary()
 """By exporter, identified by its board; it outlives a collector whose driver was lost."""
 
 
@@ -122,7 +122,7 @@ class GpuCollector:
         self._used: set[str] = set()
         self._nameless = 0
         self._restarted = float("-inf")
-        kept = _KEPT.setdefault(context.jobs, _Kept())
+        kept = _COUNTS.setdefault(context.jobs, _CountsSinceStart())
         self._log, self._histories = kept.log, kept.histories
         for history in self._histories.values():
             history.pause()  # nobody saw what was between

@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
                 if not allowed or any(name[1] in allowed for name in names):
                     return True
             elif first:
-                self._tell(400, "this is an HTTPS port: use https://")
+                self._respond_in_words(400, "this is an HTTPS port: use https://")
         except TimeoutError:
             reason = "timeout"
         except (OSError, ValueError):
@@ -215,15 +215,15 @@ class Handler(BaseHTTPRequestHandler):
                 headers.get("Authorization", ""), self.request.peer
             )
         except TooManyPasswordsError:
-            self._tell(503, "too many passwords are being checked", "Retry-After: 1")
+            self._respond_in_words(503, "too many passwords are being checked", "Retry-After: 1")
             return
         if not allowed:
             challenge = 'WWW-Authenticate: Basic realm="hpml", charset="UTF-8"'
-            self._tell(401, "wrong user or password", challenge)
+            self._respond_in_words(401, "wrong user or password", challenge)
         elif self.command not in {"GET", "HEAD"}:
-            self._tell(405, "only GET and HEAD are supported", "Allow: GET, HEAD")
+            self._respond_in_words(405, "only GET and HEAD are supported", "Allow: GET, HEAD")
         elif has_body:
-            self._tell(413, "requests must not have a body")
+            self._respond_in_words(413, "requests must not have a body")
         else:
             try:
                 url = urlsplit(self.path)
@@ -258,13 +258,13 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
         """Answer a malformed request, and end the connection."""
         self.close_connection = True
-        self._tell(code, message or HTTPStatus(code).phrase)
+        self._respond_in_words(code, message or HTTPStatus(code).phrase)
 
     def handle_expect_100(self) -> bool:
         """Do not ask for a body."""
         return True
 
-    def _tell(self, status: int, text: str, *headers: str) -> None:
+    def _respond_in_words(self, status: int, text: str, *headers: str) -> None:
         self._send(status, f"{text}\n".encode(), _TEXT, headers)
 
     def _send(self, status: int, body: bytes, kind: str, headers: Sequence[str]) -> None:
