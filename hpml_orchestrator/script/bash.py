@@ -11,7 +11,7 @@ _BASH_SECONDS = 10.0
 
 
 def check_script(script: str, directory: str) -> None:
-    """Refuse a script that bash cannot parse.
+    """Refuse a script that is none, or that bash cannot parse.
 
     Args:
         script: what the templates made.
@@ -20,6 +20,10 @@ def check_script(script: str, directory: str) -> None:
     Raises:
         InputError: names the line.
     """
+    if not script.startswith("#!"):
+        message = f"{directory}: the script does not begin with #!"
+        hint = 'a template of its own begins with {% extends "hpml/NAME.sh.j2" %}'
+        raise InputError(message, field="templates", hint=hint)
     complaint = _bash_complaint(script)
     if complaint:
         message = f"{directory}: bash cannot read the script: {complaint}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
 _LINE = 100  # columns of a command's lines
+_EXTENDS_HINT = "{% extends %} knows hpml's own templates as hpml/NAME.sh.j2"
 _BREAK = " \\\n  "
 _VARIABLES = {
     "run.dir": "HPML_RUN_DIR",
@@ -189,6 +190,8 @@ def render_template(name: str, context: Mapping[str, object], directory: str | N
 def _fault(error: Exception, directory: str, name: str) -> InputError:
     place = os.path.join(directory, name)
     kind = "" if isinstance(error, jinja2.UndefinedError) else f"{type(error).__name__}: "
+    if isinstance(error, RecursionError):
+        return InputError(f"{place}: extends itself", field="templates", hint=_EXTENDS_HINT)
     if isinstance(error, jinja2.TemplateSyntaxError):
         place, kind = f"{error.filename or place}:{error.lineno}", ""
     frame = error.__traceback__
@@ -197,5 +200,4 @@ def _fault(error: Exception, directory: str, name: str) -> InputError:
         if file.startswith(os.path.join(directory, "")):
             place = f"{file}:{frame.tb_lineno}"
         frame = frame.tb_next
-    hint = "{% extends %} knows hpml's own templates as hpml/NAME.sh.j2"
-    return InputError(f"{place}: {kind}{error}", field="templates", hint=hint)
+    return InputError(f"{place}: {kind}{error}", field="templates", hint=_EXTENDS_HINT)

@@ -104,6 +104,22 @@ def test_faults_name_file_and_line(office: Office, block: str, text: str, messag
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{% extends "torchrun.sh.j2" %}', "torchrun.sh.j2: extends itself"),
+        ("just text", "the script does not begin with #!"),
+        ("", "the script does not begin with #!"),
+    ],
+)
+def test_a_template_that_extends_nothing_of_hpmls(office: Office, text: str, message: str) -> None:
+    """Without the prefix `hpml/`, or written from nothing: refused before sbatch sees it."""
+    office.write("torchrun.sh.j2", text)
+    with pytest.raises(InputError, match=message) as caught:
+        office.render()
+    assert "hpml/NAME.sh.j2" in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("true\nfi", "line 2: syntax error near unexpected token `fi'"),
