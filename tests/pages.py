@@ -151,7 +151,9 @@ class Reader:
         count = 0
         for block in blocks(page):
             if len(block.words) > 1 and block.words[0] != "console":
-                (self.directory / block.words[1]).write_text(block.text, encoding="utf-8")
+                path = self.directory / block.words[1]
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(block.text, encoding="utf-8")
             if block.tag in tags:
                 for command in commands(block):
                     self._run(command)

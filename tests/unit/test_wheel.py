@@ -181,7 +181,7 @@ def test_the_wheel_holds_hpml_and_nothing_else(wheel: Path) -> None:
     assert {"hpml_dashboards/json/hpml-job.json", "hpml_dashboards/viewer/viewer.js"} <= names
 
 
-@pytest.mark.parametrize("page", ["README.md", "deploy/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/install-cluster.md"])
 def test_pages_name_the_wheel_of_this_version(wheel: Path, page: str) -> None:
     """What they tell users to install is the file that a build makes."""
     named = re.findall(r"hpml_orchestrator-[\w.-]+", (ROOT / page).read_text())
