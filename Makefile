@@ -76,11 +76,11 @@ system: | $(BIN)/pip
 	    command -v mpirun >/dev/null && command -v mpicxx >/dev/null && command -v numactl >/dev/null && \
 	    command -v ip >/dev/null && command -v tc >/dev/null && command -v ss >/dev/null && \
 	    command -v cmake >/dev/null && command -v gcc >/dev/null && command -v g++ >/dev/null && \
-	    command -v zstd >/dev/null && command -v zip >/dev/null && command -v unzip >/dev/null && command -v systemd-analyze >/dev/null && command -v chromium >/dev/null && \
+	    command -v tclsh >/dev/null && command -v zstd >/dev/null && command -v zip >/dev/null && command -v unzip >/dev/null && command -v systemd-analyze >/dev/null && command -v chromium >/dev/null && \
 	    test -e "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends \
 	      strace git tmux man-db groff mandoc openmpi-bin libopenmpi-dev numactl iproute2 cmake gcc g++ make python3-dev \
-	      zstd zip unzip systemd chromium; }; }; \
+	      tcl zstd zip unzip systemd chromium; }; }; \
 	else echo 'make: not root: tests that need Debian packages skip if these are not installed'; fi
 
 # Horovod, built once per PyTorch and kept in the user's cache. Where the compilers are missing its tests skip; on CI they fail.
