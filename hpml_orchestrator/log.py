@@ -6,11 +6,12 @@ Standard library only and Python >= 3.9: it travels to the nodes.
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 _SHOWN_CHARS = 400
-_MESSAGE_AT = 2
-"""Words before the message: time and level."""
+_HEAD = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ [A-Z]+ ")
+"""Time and level, before the message."""
 
 
 class _OneLine(logging.Formatter):
@@ -39,5 +40,10 @@ def log_to_stderr(package: str, *, prefix: str = "") -> None:
 
 
 def message_of(line: str) -> str:
-    """Return the message of a line that was logged without a prefix."""
-    return line.split(" ", _MESSAGE_AT)[-1]
+    """Return a line without time and level, if it has them; Python itself writes lines without.
+
+    >>> message_of("2026-11-28T12:00:00Z ERROR cannot listen"), message_of("python: No module x")
+    ('cannot listen', 'python: No module x')
+    """
+    head = _HEAD.match(line)
+    return line[head.end() :] if head else line

@@ -92,11 +92,7 @@ def record(attempt: Path, process: str, program: str) -> None:
         program: the first word of the rank's command.
     """
     environment = _environment(process)
-    # A container has its own file system; its Python cannot be started from outside.
-    with contextlib.suppress(OSError):
-        if not os.path.samefile(f"{process}/root", "/"):
-            program, environment = "", {**environment, "PATH": ""}
-    python = python_of(program, environment)
+    python = "" if _is_in_container(process) else python_of(program, environment)
     found: dict[str, object] = {
         "node": node_name(),
         "python": python or None,
@@ -107,6 +103,14 @@ def record(attempt: Path, process: str, program: str) -> None:
         write_json(attempt / SOFTWARE, found)
         if versions := nvidia_versions():
             write_json(attempt / SOFTWARE, {**found, **versions})
+
+
+def _is_in_container(process: str) -> bool:
+    """Whether a process has another file system: then its Python cannot be started from outside."""
+    try:
+        return not os.path.samefile(f"{process}/root", "/")
+    except OSError:  # it has ended
+        return False
 
 
 def _environment(process: str) -> dict[str, str]:
@@ -150,7 +154,7 @@ def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | N
         listed = subprocess.run(
             [python, "-c", _LIST_PACKAGES],
             cwd="/",  # the current directory is on the path of `-c`
-            env={**environment},
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_LIST_SECONDS,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.log import message_of
 from hpml_orchestrator.node.monitor import (
     NodeMonitor,
     Timing,
@@ -232,6 +233,12 @@ def test_the_job_goes_on_without(
     assert len(watched.starts()) <= 1
     assert caplog.messages[-1] == f"n1: the job's monitor {last}"
     assert watched.found() == []
+
+
+def test_a_line_of_pythons_own_is_whole() -> None:
+    """Only time and level are cut off, not the words of an interpreter that cannot start it."""
+    assert message_of("2026-11-28T12:00:00Z ERROR cannot listen") == "cannot listen"
+    assert message_of("/opt/python: No module named x") == "/opt/python: No module named x"
 
 
 def test_one_that_does_not_end_is_killed_in_time(watch: Watch, until: Until) -> None:
