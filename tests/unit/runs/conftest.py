@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ class World:
         end["state"] = state or ("FAILED" if code else "COMPLETED")
         write_json(attempt / "ended.json", {**end, "time": self.clock.now})
         self.event(attempt, "ended", **end)
+
+
+@pytest.fixture
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A time zone with its own name; the next test in this process has its own again."""
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "XYZ-2")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,7 @@ if TYPE_CHECKING:
     from tests.unit.runs.repositories import Repository
 
 
-@pytest.fixture(autouse=True)
-def zone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time zone with its own name."""
-    monkeypatch.setenv("TZ", "XYZ-2")
-    time.tzset()
+pytestmark = pytest.mark.usefixtures("zone")
 
 
 def shown(world: World, submission: Submission) -> tuple[dict[str, str], Description]:

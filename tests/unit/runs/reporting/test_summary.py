@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -286,12 +285,9 @@ def test_the_loss_of_the_test_set_is_shown(world: World, submitted: Submission) 
     assert "accuracy" not in lines
 
 
-def test_a_requeued_run_says_how_each_attempt_ended(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("zone")
+def test_a_requeued_run_says_how_each_attempt_ended(world: World) -> None:
     """When, where and why; one that left no record of its end was alive at its newest event."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
     submission = world.submit()
     told = []
     for number, reason in enumerate(["preempted", "", "failed"]):
@@ -307,17 +303,17 @@ def test_a_requeued_run_says_how_each_attempt_ended(
         told.append(_attempts_told(world, submission))
         world.clock.sleep(60)
     lost = "; 1:00 lost (queue)"
-    zero = "1: preempted after 1:02:05 on n[1-2], 2027-01-15 09:02:05"
-    one = "2: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 10:05:10"
+    zero = "1: preempted after 1:02:05 on n[1-2], 2027-01-15 11:02:05"
+    one = "2: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 12:05:10"
     one += lost
-    two = "3: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 11:08:15"
+    two = "3: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 13:08:15"
     two += lost
     assert told == [
         [],
         [zero],
-        [zero, f"2: running since 2027-01-15 09:03:05 on n[1-2]{lost}"],
+        [zero, f"2: running since 2027-01-15 11:03:05 on n[1-2]{lost}"],
         [zero, one],
-        [zero, one, f"3: running since 2027-01-15 10:06:10 on n[1-2]{lost}"],
+        [zero, one, f"3: running since 2027-01-15 12:06:10 on n[1-2]{lost}"],
         [zero, one, two],
     ]
     state = world.state(submission)
