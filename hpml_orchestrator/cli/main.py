@@ -268,9 +268,13 @@ def main() -> None:
         _report(error)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python flushes stdout once more at exit and
-        # would complain about the broken pipe there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader, such as `head`, has seen enough. Python flushes the streams once more at exit
+        # and would complain about the broken pipe there.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(0) from None
     except Exception as error:
         if debug:
@@ -304,6 +308,10 @@ def _call() -> None:
         status = app(prog_name="hpml", standalone_mode=False)
     except typer.Abort:
         raise SystemExit(EXIT_INTERRUPTED) from None
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer itself ends with 1 then
+            raise end.__context__ from None
+        raise
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error, err=True)
