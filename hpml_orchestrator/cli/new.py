@@ -140,7 +140,8 @@ def new(
     else:
         typer.echo(f"{target} has all files already: wrote nothing")
     typer.echo("next:")
-    for command in (f"cd {shlex.quote(directory)}", *example.commands):
+    here = [] if target == Path.cwd() else [f"cd {shlex.quote(directory)}"]
+    for command in (*here, *example.commands):
         typer.echo(f"    {command}")
 
 

@@ -217,7 +217,12 @@ class Diagnosis:
         if self.facts.failed:
             why = self.facts.reason or f"`hpml logs {self.facts.run}` prints its output"
             return f"it ended {self.facts.state}: {why}"
+        if self.is_clear:
+            return "nothing found that holds it back"
+        return "not enough data to say what holds it back"
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether enough is known to say that nothing holds the run back."""
         unknown = {one.kind for one in self.unknown}
-        if "waits-for-data" in unknown or not self.healthy:
-            return "not enough data to say what holds it back"
-        return "nothing found that holds it back"
+        return not self.findings and bool(self.healthy) and "waits-for-data" not in unknown

@@ -122,8 +122,10 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     directory = Path(attempt)
     job_id = os.environ.get("SLURM_JOB_ID", "")
     output = _output(directory)
-    end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
     records = Attempt(directory)
+    if records.markers("failed"):
+        launcher = ""  # no rank has started: what srun reports is the step of the agents
+    end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
     # A crash in Python's own shutdown says nothing about the training, so name it as what it is.
     if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"

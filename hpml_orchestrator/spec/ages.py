@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, time, timedelta
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import read_span
+
+_DAYS = {"today": 0, "yesterday": 1}
 
 
 def parse_age(text: str, *, field: str) -> float:
@@ -28,7 +30,7 @@ def parse_age(text: str, *, field: str) -> float:
 
 
 def parse_since(text: str | datetime, *, field: str, now: float) -> float:
-    """Return the moment that an age such as 3d, or a date such as 2026-11-20, means.
+    """Return the moment that an age such as 3d, a day such as yesterday or 2026-11-20, means.
 
     Args:
         text: the age, or the local date with or without a time; or a datetime.
@@ -43,11 +45,17 @@ def parse_since(text: str | datetime, *, field: str, now: float) -> float:
             moment = text.timestamp()
         elif (age := read_span(text)) is not None:
             moment = now - age
+        elif text.strip().lower() in _DAYS:
+            ago = timedelta(_DAYS[text.strip().lower()])
+            moment = datetime.combine(
+                datetime.fromtimestamp(now, UTC).astimezone().date() - ago, time()
+            ).timestamp()
         else:
             moment = datetime.fromisoformat(text.strip()).timestamp()
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise InputError(
-            "must be an age such as 2h or 3d, or a date such as 2026-11-20 or 2026-11-20T08:00",
+            "must be an age such as 2h or 3d, today, yesterday, or a date such as 2026-11-20 or"
+            " 2026-11-20T08:00",
             field=field,
             value=text,
         ) from None

@@ -104,9 +104,9 @@ class Checkpoint(Model):
     run's directory, so that two runs never mix; an absolute one must be on shared storage and is
     used by every run that names it. `{run.id}` and `{array.index}` are replaced."""
     lead: Lead = "auto"
-    """How long before the time limit the ranks are asked to save and stop. `auto`: the longest
-    save and step so far and 15 s more; 5 minutes in the first attempt; at most a quarter of the
-    limit."""
+    """How long before the time limit the ranks are asked to save and stop: a time such as `10m`, a
+    plain number is minutes. `auto`: the longest save and step so far and 15 s more; 5 minutes in
+    the first attempt; at most a quarter of the limit."""
     requeue: Annotated[
         list[Reason], BeforeValidator(_reasons, json_schema_input_type=list[Reason])
     ] = Field(default=[*REASONS])
@@ -116,7 +116,8 @@ class Checkpoint(Model):
     without progress."""
     hang: Hang = "00:30:00"
     """How long the ranks of a node may send nothing, once they have trained a step, before the
-    attempt counts as hung and is ended; `off` for no limit."""
+    attempt counts as hung and is ended: a time such as `45m`, a plain number is minutes; `off`
+    for no limit."""
     avoid_failed_nodes: StrictBool = True
     """Whether the next attempt leaves out nodes that failed or hung."""
     signal: Signal = None

@@ -120,7 +120,7 @@ def load_job(
     make_absolute(data, source.parent)
     # `hpml bench` has no job file: its fields are given, and the path only places them.
     where = f"in {source}; " if source.is_file() else ""
-    hint = f"{where}`hpml schema job` prints every field"
+    hint = f"{_argument(settings or [])}{where}`hpml schema job` prints every field"
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
@@ -129,6 +129,14 @@ def load_job(
         raise combined(problems, hint)
     origins_of = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins_of)
+
+
+def _argument(settings: list[tuple[str, object]]) -> str:
+    """Return how to pass an argument to the program, where a setting is meant as one."""
+    for name, value in settings:
+        if name not in Job.model_fields and "." not in name:
+            return f"an argument of the program goes to the end: -- --{name}={value}; "
+    return ""
 
 
 def read_fields(path: str | Path) -> dict[str, object]:

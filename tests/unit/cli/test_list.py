@@ -94,6 +94,8 @@ def test_options_of_list_select_runs(desk: Desk) -> None:
         "--since 90m": [5, 4],
         "--since 3d": [5, 4, 3, 2],
         f"--since {long_ago}": [5, 4, 3, 2, 1],
+        "--since today --name other": [5],
+        "--since Yesterday --name other": [5],
         f"--since {long_ago}T08:00 --name digits --state failed": [1],
         f"--since {today} --name other": [5],
     }.items():
@@ -114,7 +116,7 @@ def test_runs_of_a_sweep_are_listed(desk: Desk) -> None:
         ("list --state fialed", 2, "--state: unknown state (got 'fialed')", "FAILED?"),
         ("list --state zzz", 2, "--state: unknown state", "not_submitted"),
         ("list --state failed,", 2, "--state: unknown state (got '')", "states: "),
-        ("list --since yesterday", 2, "--since: must be an age such as 2h or 3d, or a da", ""),
+        ("list --since yesterdy", 2, "--since: must be an age such as 2h or 3d, today", ""),
         ("list --since 3", 2, "--since: must be an age such as 2h", ""),
         ("list --since 2999-01-01", 2, "--since: is in the future (got '2999-01-01')", ""),
         ("cancel", 2, "choose runs with RUN, --name or --all", "hpml cancel last"),

@@ -97,7 +97,9 @@ def test_a_job_file_for_a_script(
 def test_an_own_script_runs(shell: Shell, hpml: Hpml) -> None:
     """One without hpml's files, from its job file."""
     (shell.root / "hello.py").write_text("print('trained', 6 * 7)")
-    assert hpml("new", "mine", ".", "--script", "hello.py").code == 0
+    made = hpml("new", "mine", ".", "--script", "hello.py")
+    assert made.code == 0
+    assert "cd ." not in made.out
     done = hpml("run", "--local", "job.yaml", "--set", VENV)
     assert done.code == 0, done.err
     assert "trained 42" in done.out

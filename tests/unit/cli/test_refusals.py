@@ -39,6 +39,7 @@ LINES = [
     ("submit good.yaml --local --backend slurm", 2, "--backend: cannot be given together", ""),
     ("submit --resume last --set name=x", 2, "--set: cannot be given together with --r", ""),
     ("submit good.yaml --set resource.nodes=2", 2, "resource: unknown field; did you", ""),
+    ("submit good.yaml --set lr=0.5", 2, "lr: unknown field", "to the end: -- --lr=0.5; "),
     ("submit none.yaml", 3, "no such job file: ", ""),
     ("advise none.yaml", 3, "no such job file: ", ""),
     ("advise good.yaml", 2, "command: is not a Python program that can be measured", "--model 7B"),

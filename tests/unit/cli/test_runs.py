@@ -314,6 +314,22 @@ def test_a_record_that_cannot_be_read(shell: Shell, hpml: Hpml) -> None:
     assert hpml("wait", submitted["id"]).code == 6
 
 
+def test_data_that_vanish_while_the_job_waits(shell: Shell, hpml: Hpml) -> None:
+    """No rank has failed: the exit code is the one of data, and the reason names the source."""
+    source = shell.root / "vanishing"
+    source.write_text("x")
+    job = shell.job(
+        launcher="srun",
+        stage=[{"name": "d", "source": str(source), "target": "local"}],
+        environment={"setup": f"rm {source}"},
+    )
+    done = hpml("run", "--local", job)
+    assert done.code == 6
+    ended = hpml("show", *re.findall(r"submitted (\S+)", done.err), "--json").json()
+    assert ended["exit_code"] == 8
+    assert ended["reason"].endswith(f"{source}: No such file or directory")
+
+
 @pytest.mark.parametrize("words", ["logs RUN", "logs -f RUN", "logs RUN 2>&1", "logs --help"])
 def test_a_broken_pipe_is_no_error(shell: Shell, completed: tuple[Result, str], words: str) -> None:
     """`hpml logs | head -1` ends quietly and with 0, however its reader is connected."""

@@ -27,6 +27,7 @@ from hpml_orchestrator.diagnosis.model import (
     RankFacts,
     StageFacts,
 )
+from hpml_orchestrator.diagnosis.page import page
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.scheduler.local.resources import LocalMachine
@@ -780,6 +781,10 @@ def test_unknown_says_what_would_tell() -> None:
         ("gpu-unused", "`monitor: true`"),
     ]
     assert found.headline == "not enough data to say what holds it back"
+    part = diagnose(facts(channel=False, peaks=None))  # monitored, but the waits are unknown
+    assert part.healthy
+    assert part.headline == "not enough data to say what holds it back"
+    assert "Nothing holds this run back" not in page(part)
 
 
 @pytest.mark.parametrize("name", FAULTS)
