@@ -96,6 +96,7 @@ class NotFoundError(HpmlError):
 
     exit_code = 3
     meaning = "no such run or file"
+    job_id = ""  # what was asked for, if it has the form of a job id
 
 
 class SchedulerError(HpmlError):

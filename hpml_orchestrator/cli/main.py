@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 import re
+import shutil
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -265,6 +266,8 @@ def main() -> None:
     except HpmlError as error:
         if debug:
             raise
+        if isinstance(error, NotFoundError) and error.job_id and shutil.which("sbatch"):
+            error.hint = _foreign_job(error) or error.hint
         _report(error)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
@@ -320,6 +323,21 @@ def _call() -> None:
         raise SystemExit(InputError.exit_code) from None
     if isinstance(status, int) and status:
         raise SystemExit(status)
+
+
+def _foreign_job(error: NotFoundError) -> str:
+    """Return what Slurm knows of a job that hpml has no run of; empty if it knows none."""
+    from hpml_orchestrator.scheduler.slurm import client  # noqa: PLC0415 - rarely needed
+
+    try:
+        status = client.SlurmScheduler().query([error.job_id]).get(error.job_id)
+    except HpmlError:
+        return ""
+    if status is None:
+        return ""
+    cancel = "" if status.state.over else f"; to cancel it: scancel {error.job_id}"
+    known = f"Slurm's job {error.job_id} is {status.state}, and hpml has not submitted it"
+    return f"{known}: scontrol show job {error.job_id}{cancel}"
 
 
 def _report(error: HpmlError) -> None:

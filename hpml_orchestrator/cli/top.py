@@ -94,8 +94,9 @@ def top(
         rows = [[column.text(job) or "-" for column in COLUMNS] for job in _sorted(found)]
         print_table([column.name for column in COLUMNS], rows)
     elif not jobs.problem:
-        typer.echo("no running jobs", err=True)
-        if jobs.prometheus is None:
+        submitted = " that hpml submitted" if jobs.prometheus is None else ""
+        typer.echo(f"no running jobs{submitted}", err=True)
+        if submitted:
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
     if jobs.problem and not found:
         raise typer.Exit(1)  # an empty table would say that there are no jobs, which is unknown

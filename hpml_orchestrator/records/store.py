@@ -261,12 +261,14 @@ class Store:
             hint = ""
             if exact_name and (near := named_by(word, [one.sid for one in submissions])):
                 hint = f"did you mean {near[0]}? Give that id, or the whole name of the job"
-            raise NotFoundError(
+            error = NotFoundError(
                 f"no run {word!r} under {self.root}",
                 hint=hint
                 or _suggestion(word, submissions)
                 or "`hpml list` shows all runs: give an id, its beginning, a job id or `last`",
             )
+            error.job_id = word if word.isdecimal() else ""
+            raise error
         return match
 
 

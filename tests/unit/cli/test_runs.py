@@ -132,8 +132,12 @@ def test_every_command_reports_runs(
 def test_a_job_on_slurm(shell: Shell, hpml: Hpml, slurm: FakeScheduler, tmp_path: Path) -> None:
     """It is submitted once, seen in the queue, while it runs, at its end, and cancelled."""
 
+    own, others = tmp_path / "own", tmp_path / "others"
+    own.mkdir()
+    others.mkdir()
+
     def call(*words: str) -> Result:
-        return hpml("--records", str(tmp_path), *words)
+        return hpml("--records", str(own), *words)
 
     def submit(name: str) -> str:
         return str(call("submit", "--no-check", "--json", shell.job(name)).json()["id"])
@@ -145,6 +149,9 @@ def test_a_job_on_slurm(shell: Shell, hpml: Hpml, slurm: FakeScheduler, tmp_path
     assert rows == [[second, "2", "slurm", "PENDING"], [first, "1", "slurm", "RUNNING"]]
     slurm.move("1", JobState.COMPLETED)
     assert call("wait", "1").code == 0
+    for command in ("show", "cancel", "report"):  # a job that these records do not have
+        foreign = hpml("--records", str(others), command, "2")
+        assert foreign.refuses(3, "no run '2'", "PENDING, and hpml has not", "scontrol show job 2")
     assert call("cancel", "2").out == f"{second}: cancelled job 2\n"
     assert call("wait", "2").refuses(6, "job 2 ended CANCELLED")
     assert call("status").err == "no unfinished runs; `hpml list` shows all\n"
