@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
-from hpml_waits import measure_waits, trace_steps
+from hpml_waits import measure_waits, settle_buckets, trace_steps
 
 NUMBERS = {  # options that are numbers: default, least, help
     "width": (16, 1, "channels of the model's first layer"),
@@ -97,6 +97,7 @@ class Run:
         self.model = DistributedDataParallel(
             self.network, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
         )
+        settle_buckets(self.model, torch.zeros(1, *self.data.shape, device=device))
         self.waits = measure_waits(self.model, channel)  # finds the rank that the others wait for
         self.optimizer = images_model.make_optimizer(self.network, options)
         self.autocast, self.scaler = images_model.precision_of(options, device)

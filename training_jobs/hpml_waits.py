@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     Averaged = torch.futures.Future[torch.Tensor]
     Hook = Callable[..., Averaged]  # gets the state and a bucket of gradients
 
-__all__ = ["Waits", "measure_waits", "trace_steps"]
+__all__ = ["Waits", "measure_waits", "settle_buckets", "trace_steps"]
 
 METHOD = "ddp-comm-hook, sampled"
 COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
@@ -220,6 +220,24 @@ def measure_waits(
     channel.gauge(comm_method=METHOD)
     model.register_comm_hook(None, lambda _, bucket: waits.average(hook, state, bucket))
     return waits
+
+
+def settle_buckets(model: DistributedDataParallel, *inputs: torch.Tensor) -> None:
+    """Have DistributedDataParallel group gradients now as it would after its first backward pass.
+
+    Else the first step after a restart adds them in another order than the same step of a run that
+    was never interrupted, and with more than two ranks their sums differ in the last bits. Call it
+    before the first step, on all ranks; weights, gradients and statistics stay.
+
+    Args:
+        model: returns one tensor.
+        inputs: of its usual shapes; their values do not matter.
+    """
+    was_training = model.training
+    model.eval()
+    model(*inputs).sum().backward()
+    model.zero_grad()
+    model.train(was_training)
 
 
 def _average(group: dist.ProcessGroup, bucket: GradBucket) -> Averaged:

@@ -141,6 +141,7 @@ class ImageData:
         problem: what is wrong with an image that was read, if anything.
         train_images, test_images: of all ranks.
         classes, channels: of the model.
+        shape: of an image: channels, height, width.
         train_steps: of an epoch.
 
     Raises:
@@ -173,6 +174,7 @@ class ImageData:
             padding = [(train[0][0], -1)] * (-len(test) % ranks.world_size)
             images = Images([*train, *test, *padding])
             self.channels = len(images.mode)
+            self.shape = self.channels, *images.size[::-1]
             first = len(train) + ranks.rank
             self._train = load(images, sampler=self._order)
             self._test = load(images, sampler=range(first, len(images), ranks.world_size))

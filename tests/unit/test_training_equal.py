@@ -26,6 +26,16 @@ def newest(directory: Path) -> Any:
     return load(JOBS / "hpml_checkpoint.py").Checkpoints(directory).latest()
 
 
+def test_four_ranks_continue_to_the_bit(few: Path, tmp_path: Path) -> None:
+    """The first step after a restart adds gradients in the order of an uninterrupted run."""
+    common = [TRAIN, "--data", few, "--workers", 0, "--epochs", 2, "--bucket-mb", 0.01]
+    for name, arguments in (("one", []), ("two", ["--stop-after-epochs", 1]), ("two", [])):
+        for done in run_ranks(4, [*common, "--checkpoint", tmp_path / name, *arguments]):
+            assert done.returncode == 0, done.stderr
+    one, two = (newest(tmp_path / name).state["network"] for name in ("one", "two"))
+    assert difference(one, two) == 0
+
+
 # What the equalities are compared with: no dropout, as its random numbers are those of a rank; and
 # the full learning rate from the beginning, as the warm-up starts from that of one rank.
 GLOBAL_BATCH, RATE = 24, 0.1

@@ -131,7 +131,6 @@ def test_every_command_reports_runs(
 
 def test_a_job_on_slurm(shell: Shell, hpml: Hpml, slurm: FakeScheduler, tmp_path: Path) -> None:
     """It is submitted once, seen in the queue, while it runs, at its end, and cancelled."""
-
     own, others = tmp_path / "own", tmp_path / "others"
     own.mkdir()
     others.mkdir()
