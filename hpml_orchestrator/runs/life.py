@@ -207,6 +207,8 @@ def seconds_left(state: State, now: float) -> float | None:
     """
     if not state.started or state.over:
         return None
+    if state.limit_at:  # the limit may have been changed after the submission
+        return max(0.0, state.limit_at - now)
     try:
         limit = recorded_job(state.submission).limit_seconds
     except HpmlError:

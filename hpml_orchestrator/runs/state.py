@@ -104,6 +104,7 @@ class State:
     created: float = 0.0
     started: float | None = None
     ended: float | None = None
+    limit_at: float | None = None  # when the scheduler ends it; None if it does not say so
     exit_code: int | None = None  # of the script; of an array its worst task's
     attempts: int = 0  # number of starts
     over: bool = False  # whether nothing more will happen by itself

@@ -314,6 +314,7 @@ def _merge_status(
         nodes=status.nodes or nodes,
         started=status.started or (begun.time if begun is not None else None),
         ended=status.ended or (float(end["time"]) if end else None),
+        limit_at=status.limit_at,
         exit_code=exit_code,
         attempts=len(attempts),
         lost=lost,

@@ -95,6 +95,7 @@ class JobStatus:
         signal: number of the signal that ended it, 0 for none.
         nodes: node list in Slurm's compact form; may be empty.
         submitted, started, ended: seconds since the epoch, None where not known.
+        limit_at: when its time limit ends it, seconds since the epoch; None if that is not known.
         restarts: how often it was requeued.
         name: the job's name.
         directory: its working directory, which is the submission's directory.
@@ -111,6 +112,7 @@ class JobStatus:
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None
+    limit_at: float | None = None
     restarts: int = 0
     name: str = ""
     directory: str = ""

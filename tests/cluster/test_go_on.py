@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_continuation_where_requeueing_is_forbidden(desk: Desk) -> None:
     assert [one["job"] for one in attempts(job)] == [job["job_id"], state["job_id"]]
     for job_id in jobs:
         assert desk.json("status", job_id)[0]["id"] == job["id"]
+
+
+def test_the_time_left_is_that_of_slurms_limit(desk: Desk) -> None:
+    """Whoever changes the limit of a running job: a user shortens it, an administrator extends it.
+
+    Slurm does so as well: with `--time-min`, and before a maintenance.
+    """
+    job = start(desk, "changed")
+    started(desk, "changed", 1)
+    for limit, minutes in (("4", 4), ("UNLIMITED", 365 * 24 * 60), ("60", 60)):
+        desk.slurm("scontrol", "update", f"JobId={job['job_id']}", f"TimeLimit={limit}")
+        for name in ("status", "show"):
+            told = desk.json(name, job["id"])
+            life = (told[0] if name == "status" else told)["life"]
+            assert 60 * minutes - 50 < life["left_seconds"] <= 60 * minutes, name
+        (shown,) = desk.json("top", job["id"])["jobs"]
+        assert 60 * minutes - 50 < shown["left_seconds"] <= 60 * minutes
+    assert re.search(r"time limit in (59|60) min", desk.hpml("show", job["id"]).stdout)
+    desk.hpml("cancel", job["id"])
 
 
 def test_a_run_goes_on_after_its_time_limit(desk: Desk) -> None:

@@ -52,6 +52,7 @@ _JOB_ID = re.compile(r"(\d+)(?:;(\S+))?", re.ASCII)
 _VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 _SIGNAL_MASK = 0x7F
 _CODE_SHIFT = 8
+_YEAR_SECONDS = 365 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,13 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
     state, nodes = parse_state(raw_state), _text(fields[8])
     code, signal = parse_exit(fields[3]) or (None, 0)
-    # Before a job is over, Slurm prints predictions as its exit code, start and end. A job that
-    # was cancelled while it waited has a start time but no nodes.
+    # Before a job is over, Slurm prints predictions as its exit code, start and end; the end of a
+    # running job is that of its time limit. A job that was cancelled while it waited has a start
+    # time but no nodes.
+    started = parse_time(fields[6]) if nodes and not state.waiting else None
+    limit_at = parse_time(fields[7])
+    if started and not limit_at:  # squeue prints NONE without a limit; the controller takes a year
+        limit_at = started + _YEAR_SECONDS
     status = JobStatus(
         job_id=shown_id,
         state=state,
@@ -233,8 +239,9 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
         signal=signal if state.over else 0,
         nodes=nodes,
         submitted=parse_time(fields[5]),
-        started=parse_time(fields[6]) if nodes and not state.waiting else None,
+        started=started,
         ended=parse_time(fields[7]) if state.over else None,
+        limit_at=limit_at if started and restarts and not state.over else None,
         restarts=int(count) if restarts and _number(count) else 0,
         name=fields[10],
         directory=fields[11],

@@ -58,6 +58,8 @@ def test_real_squeue_of_22_05() -> None:
     assert found["5"].nodes == "node[1-2]"
     assert found["5"].started == 1795218518.0
     assert found["5"].ended is None, "a running job's end is a prediction"
+    assert found["5"].limit_at == 1795218518.0 + 365 * 86400, "without a limit: a year"
+    assert (found["1"].limit_at, found["7"].limit_at) == (None, None)
     assert found["7"].started is None, "a waiting job's start is a prediction"
     assert found["7"].reason == "BeginTime"
     assert found["10"].started is None, "cancelled while it waited"
