@@ -21,7 +21,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
-from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.request import recorded_job
@@ -117,11 +117,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         binding = attempt.directory / "binding"
         damage = [Damage(binding / f"{one.node}.proof.json", one.why) for one in unreadable]
         raise damage_error(state, damage)
-    started = state.started or (begun.time if begun else None)
-    ended = state.ended or (attempt.ended or {}).get("time")
-    # for a job of another cluster, the last event is the latest certain time
-    is_running = state.unfinished and not state.elsewhere
-    ended = ended or (now if is_running else attempt.last_written)
+    started, ended = times_of(attempt, state, now=now)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)

@@ -307,13 +307,14 @@ def _merge_status(
     base = replace(base, state=status.state.value, over=over, reason=reason)
     if own is not None and status.state.over and status.state is not JobState.CANCELLED:
         base = _between(base, own, status.state, now)
-    begun = own.started if own is not None else None
-    nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
+    # A job that waits again has left its nodes, and the start of its last attempt.
+    begun = own.started if own is not None and not status.state.waiting else None
+    ended = status.ended or (float(end["time"]) if end else None)
     return replace(
         base,
-        nodes=status.nodes or nodes,
+        nodes=status.nodes or (str(begun.data.get("nodes", "")) if begun is not None else ""),
         started=status.started or (begun.time if begun is not None else None),
-        ended=status.ended or (float(end["time"]) if end else None),
+        ended=own.last_written if lost and own is not None else ended,
         limit_at=status.limit_at,
         exit_code=exit_code,
         attempts=len(attempts),

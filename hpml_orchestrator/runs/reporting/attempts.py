@@ -161,11 +161,11 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
         )
     # A job that waits again has left its last attempt: the state is that of the next one.
     elif is_last and not state.waits:
-        over = parse_state(state.state).over
+        over = parse_state(state.state).over or state.lost
         report = replace(
             report,
             over=over,
-            reason=state.state.lower().replace("_", " "),
+            reason="" if state.lost else state.state.lower().replace("_", " "),
             ended=state.ended or (attempt.last_written if over else None),
             exit_code=state.exit_code,
         )

@@ -31,6 +31,7 @@ RESULT_FILE = "result.json"
 _TEXT_CHARS = 200
 _LIST_ITEMS = 8
 _HOUR_SECONDS = 3600.0
+_CLOCKS_SECONDS = 60.0  # by which the clocks of a node and of the controller may differ
 
 
 @dataclass(frozen=True)
@@ -265,12 +266,7 @@ def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hou
 
 
 def _hours_of_attempt(attempt: Attempt, state: State, asked: tuple[int, int], now: float) -> Hours:
-    begun, end = attempt.started, (attempt.ended or {}).get("time")
-    start = begun.time if begun else None
-    if attempt.number == state.attempts - 1 and state.started:
-        # the scheduler's times include what comes before and after the script
-        start, end = state.started, state.ended or (end if state.over else now)
-    end = end or attempt.last_written
+    begun, (start, end) = attempt.started, times_of(attempt, state, now=now)
     allocated = dict(begun.data) if begun else {}
     cpus, gpus = allocated.get("cpus"), allocated.get("gpus")
     # A job that asked for no GPUs may record no number of them: it had none, which is certain.
@@ -279,6 +275,26 @@ def _hours_of_attempt(attempt: Attempt, state: State, asked: tuple[int, int], no
     if isinstance(cpus, int) and isinstance(gpus, int):
         return _hours(_lasted(start, end), (gpus, cpus), "allocated")
     return _hours(_lasted(start, end), asked, "requested")
+
+
+def times_of(attempt: Attempt, state: State, *, now: float) -> tuple[float | None, float | None]:
+    """Return when an attempt began and until when it occupied its nodes, since the epoch.
+
+    Args:
+        attempt: of the run.
+        state: of the run.
+        now: seconds since the epoch, which is the end of an attempt that runs.
+    """
+    began = attempt.started.time if attempt.started else None
+    end = (attempt.ended or {}).get("time") or attempt.last_written
+    # The scheduler's times include what comes before and after the script. A start long after the
+    # script's is that of the next attempt, which has not begun to write.
+    if attempt.number < state.attempts - 1 or not state.started:
+        return began, end
+    if began and began < state.started - _CLOCKS_SECONDS:
+        return began, end
+    runs = state.unfinished and not state.elsewhere
+    return state.started, state.ended or (now if runs else end)
 
 
 def _lasted(start: float | None, end: float | None) -> float:

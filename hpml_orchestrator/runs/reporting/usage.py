@@ -16,8 +16,8 @@ from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.prometheus import any_of
+from hpml_orchestrator.runs.reporting.description import times_of
 from hpml_orchestrator.runs.reporting.monitor import JOULES_PER_KWH, monitored_nodes
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.select import select
@@ -205,17 +205,11 @@ def _of_run(state: State) -> GpuHoursUsage | None:
         attempt, summary = state.run.newest(), summarise(state)
         if attempt is None or not (facts := gather(state, summary=summary)).gpu_count:
             return None
-        life = read_life(state, summary)
-        if life is None:
-            return None
         seconds = measured = busy = joules = 0.0
         energy = False
-        times = {one.number: (one.started, one.ended) for one in life.attempts}
         for one in state.run.attempts():
-            started, ended = times.get(one.number, (None, None))
+            started, ended = times_of(one, state, now=time.time())
             gpus = [gpu for node in monitored_nodes(one) for gpu in node.gpus]
-            if one.number == attempt.number:  # records of a killed job have no end, Slurm has
-                ended = state.ended or (ended if state.over else time.time())
             asked = facts.gpu_count * max(0.0, (ended or 0.0) - started) if started else 0.0
             known = sum(gpu.seconds for gpu in gpus)
             seconds += max(asked, known)

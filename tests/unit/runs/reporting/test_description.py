@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.records.files import append_line, write_json
+from hpml_orchestrator.records.texts import elapsed_text
+from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.reporting.description import Description, Hours, command_text, describe
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
@@ -110,6 +113,33 @@ def test_hours_of_all_attempts(world: World) -> None:
     assert lines["allocated"] == "8 GPU-hours, 128 core-hours in 2 attempts"
     assert told.hours is not None
     assert (told.hours.gpu, told.hours.core) == (8.0, 128.0)
+
+
+@pytest.mark.parametrize(("goes_on", "end"), [(True, 3600), (False, 3590)])
+def test_what_waits_or_is_lost_takes_no_hours(world: World, end: int, *, goes_on: bool) -> None:
+    """An attempt counts until its end, or its last sign of life; the queue is not computing."""
+    submission = world.submit(resources={"nodes": 2, "gpus": 32})
+    attempt = world.starts(submission, "1")
+    world.scheduler.move("1", JobState.RUNNING)
+    world.clock.sleep(3590)
+    world.event(attempt, "step", 0)
+    events = attempt / "events"
+    os.utime(events / "n1.jsonl", (world.clock.now, world.clock.now))
+    os.utime(events / "batch.jsonl", (1, 1))
+    world.clock.sleep(10)
+    if goes_on:
+        write_json(attempt / "ended.json", {"exit_code": 75, "reason": "", "time": world.clock.now})
+    for moment in ("waits", "runs again", "is lost"):
+        world.scheduler.move("1", JobState.RUNNING if moment == "runs again" else JobState.PENDING)
+        if moment == "is lost":
+            del world.scheduler.jobs["1"]
+        world.clock.sleep(36_000)
+        state = world.state(submission)
+        assert moment != "waits" or elapsed_text(state.started, state.ended) == "-"
+        hours = describe(state, summarise(state), now=world.clock.now).hours
+        assert hours is not None
+        assert hours.gpu == pytest.approx(64 * end / 3600), moment
+        assert gather(state, now=world.clock.now).elapsed_seconds == pytest.approx(end), moment
 
 
 def test_an_array_and_its_task(world: World) -> None:
