@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -19,6 +20,7 @@ from hpml_orchestrator.runs.follow import (
     wait_until_over,
 )
 from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.reporting.figures import QUIET_SECONDS
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import State, run_of
@@ -138,6 +140,7 @@ class _Notices:
         self._shown = self._attempt = ""
         self._known = 0  # attempts, of which the last has begun to train: its line stays the same
         self._state: State | None = None
+        self._silent = False
 
     def show(self, state: State, *, reason: bool) -> None:
         """Print what has changed; the same state is passed again between two queries."""
@@ -145,9 +148,15 @@ class _Notices:
         if line != self._shown:
             self._shown = line
             notice(line)
-        if state is self._state or state.attempts == self._known:
+        if state is self._state:
             return
         self._state = state
+        silence = _silence(state)
+        if silence and not self._silent:
+            notice(silence)
+        self._silent = bool(silence)
+        if state.attempts == self._known:
+            return
         life = _life(state)
         place = life.place if life else ""
         if life and life.attempts[-1].trained_from:
@@ -163,6 +172,16 @@ def _life(state: State) -> Life | None:
             continues = recorded_job(state.submission).checkpoint.enabled
             return read_life(state) if state.attempts > 1 or continues else None
     return None
+
+
+def _silence(state: State) -> str:
+    with contextlib.suppress(HpmlError):  # another user's
+        attempt = state.run.newest() if state.state == "RUNNING" and not state.tasks else None
+        written = attempt.last_written if attempt else None
+        # A look at the files' times first: reading all events of a long training takes a while.
+        if written and time.time() - written > QUIET_SECONDS and (life := read_life(state)):
+            return life.silence
+    return ""
 
 
 def _held(state: State) -> str:

@@ -143,6 +143,7 @@ class Facts:
     values: Mapping[str, object] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed
     reason: str = ""  # why it failed, or waits
+    silence: str = ""  # for how long it has reported no step, if that is too long
     on_slurm: bool = False
     attempts: int = 1  # of the run; the facts are of the last
     node_cpus: int | None = None  # of the smallest node: CPUs that a job can have
@@ -212,6 +213,8 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """One line for `hpml show`: the first finding, or that nothing holds the run back."""
+        if self.facts.silence:
+            return self.facts.silence
         if self.findings:
             return self.findings[0].verdict
         if self.facts.failed:

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, counted
+from hpml_orchestrator.records.events import read_recent
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
+from hpml_orchestrator.runs.reporting.figures import last_report
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -34,11 +36,13 @@ class RunLimits:
         seconds: the time limit of an attempt.
         attempts: at most so many; None if the job does not continue by itself.
         continues: the reasons after which it does.
+        hang_seconds: without a report, after which an attempt is ended; 0 for never.
     """
 
     seconds: float
     attempts: int | None = None
     continues: Sequence[str] = ()
+    hang_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class Life:
             that it can resume from.
         steps_per_second: of the newest attempt that trained.
         left_seconds: until the time limit of a running attempt.
+        silent_seconds: since a rank of a running attempt last reported anything, if that is too
+            long; it may hang.
+        hang_seconds: after which such an attempt is ended; 0 for never.
         needed_seconds: until the last step, at this rate.
         more_attempts: attempts after this one that the rest takes; 0 if it fits into this one.
         save_seconds: mean duration of a checkpoint.
@@ -79,6 +86,8 @@ class Life:
     total_steps: int | None = None
     steps_per_second: float | None = None
     left_seconds: float | None = None
+    silent_seconds: float | None = None
+    hang_seconds: float = 0.0
     needed_seconds: float | None = None
     more_attempts: int | None = None
     save_seconds: float | None = None
@@ -149,12 +158,22 @@ class Life:
         return "; ".join(parts)
 
     @property
+    def silence(self) -> str:
+        """For how long a running attempt has reported nothing; empty if that is not too long."""
+        if self.silent_seconds is None:
+            return ""
+        ends = f" (hang ends it at {seconds_text(self.hang_seconds)})" if self.hang_seconds else ""
+        return f"no step for {seconds_text(self.silent_seconds)}{ends}"
+
+    @property
     def progress(self) -> str:
         """How far the training is, in one line; empty if it does not report its steps."""
         if self.step is None or not self.total_steps:
-            return ""
+            return self.silence
         share = min(1.0, self.step / self.total_steps)
         text = f"step {self.step:,} of {self.total_steps:,} ({share:.0%})"
+        if self.silence:
+            return f"{text}, {self.silence}"
         if self.left_seconds is None or not self.steps_per_second:
             return text
         text += f", {self.steps_per_second:.3g} steps/s, time limit in {_about(self.left_seconds)}"
@@ -237,11 +256,14 @@ def read_life(
     # A requeued job runs for a moment before its script claims the next attempt.
     runs = state.state == JobState.RUNNING and not reports[-1].over
     left = seconds_left(state, now) if runs else None
+    recent = read_recent(state.run.attempts()[-1].directory / "events") if runs else ()
+    heard, due = last_report(recent) or (now, now)
     waits = state.waits or (reports[-1].goes_on and left is None)
     return life_of(
         reports,
         limits=_limits_of(state),
         left_seconds=left,
+        silent_seconds=now - heard if now > due else None,
         waits=waits and not state.over,
         now=now,
     )
@@ -253,9 +275,8 @@ def _limits_of(state: State) -> RunLimits:
     except HpmlError:
         return RunLimits(math.inf)
     own = job.checkpoint
-    if not own.requeue:
-        return RunLimits(job.limit_seconds)
-    return RunLimits(job.limit_seconds, own.attempts, own.requeue)
+    limits = RunLimits(job.limit_seconds, hang_seconds=own.hang_seconds)
+    return replace(limits, attempts=own.attempts, continues=own.requeue) if own.requeue else limits
 
 
 def life_of(
@@ -263,6 +284,7 @@ def life_of(
     *,
     limits: RunLimits,
     left_seconds: float | None = None,
+    silent_seconds: float | None = None,
     waits: bool = False,
     now: float,
 ) -> Life:
@@ -275,6 +297,7 @@ def life_of(
         attempts: in order; at least one.
         limits: what the job allows.
         left_seconds: until the time limit; None if no attempt runs.
+        silent_seconds: since a rank of it last reported anything; None if that is not too long.
         waits: whether the run waits for its next attempt.
         now: seconds since the epoch.
     """
@@ -318,6 +341,8 @@ def life_of(
         total_steps=_newest(one.total_steps for one in known),
         steps_per_second=_newest(one.steps_per_second for one in known),
         left_seconds=left_seconds,
+        silent_seconds=silent_seconds,
+        hang_seconds=limits.hang_seconds,
     )
     return _with_save_interval(_with_forecast(life, limits), waits=waits)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError, NotFoundError
 from hpml_orchestrator.records.run import owner_name
+from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
 from hpml_orchestrator.runs.life import seconds_left
 from hpml_orchestrator.runs.prometheus import PrometheusError
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
 
     figure: str
     limit: float
-    text: str  # `{}` is the figure
+    text: str  # `{}` is the figure, `{time}` the same as a duration
     below: bool = False  # whether figures below the limit are the bad ones
     after_seconds: float = 0.0  # since the job's start: before, jobs load and copy
 
@@ -67,6 +68,7 @@ _MEMORY, _HOT, _CPUS = (
 RULES = (
     Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=RATE_SECONDS),
     Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", True, RATE_SECONDS),
+    Rule("silent_seconds", 0.0, "stalled: no step for {time}"),
     Rule("memory_ratio", _MEMORY, "memory: {:.0%} of the limit"),
     Rule("gpu_throttled_ratio", _HOT, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
     Rule("data_wait_ratio", _DATA, "input-bound: {:.0%} waiting for data"),
@@ -126,7 +128,10 @@ class LiveJob:
         found = [rule for rule in RULES if rule.holds(every, age)]
         slowest = every.get("longest_waiting_rank")
         rank = "" if slowest is None else f" {slowest:.0f}"
-        self.bottlenecks = [rule.text.format(every[rule.figure], rank=rank) for rule in found]
+        self.bottlenecks = [
+            rule.text.format(value := every[rule.figure], rank=rank, time=seconds_text(value))
+            for rule in found
+        ]
         return self
 
 

@@ -23,6 +23,7 @@ class RecordedCheckpoint:
     requeue: tuple[str, ...] = ()  # the ends after which the run continues by itself
     attempts: int = 0  # at most
     avoid_failed_nodes: bool = False
+    hang_seconds: float = 0.0  # without a report of any rank, after which it is ended; 0 for never
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ def recorded_job(submission: Submission) -> RecordedJob:
         memory = asked["memory"]
         checkpoint = RecordedCheckpoint()
         if saving.get("enabled"):
+            hang = saving.get("hang", "off")
             checkpoint = RecordedCheckpoint(
                 enabled=True,
                 directory=str(saving["directory"]),
                 requeue=tuple(map(str, saving["requeue"])),
                 attempts=int(saving["attempts"]),
                 avoid_failed_nodes=bool(saving.get("avoid_failed_nodes")),
+                hang_seconds=0.0 if hang == "off" else float(parse_time(hang)),
             )
         return RecordedJob(
             limit=str(asked["time"]),

@@ -17,6 +17,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
+from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
@@ -68,7 +69,7 @@ def requeue(
     newest = run_of(submission).newest()
     # A running job is never submitted again. It is asked to save, and its own script continues it.
     if state.unfinished and state.job_id:
-        return _ask_to_stop(state, newest)
+        return _ask_to_stop(state, newest, clock())
     if state.state == "COMPLETED":
         raise _wrong(label, "has completed: there is nothing to continue")
     if newest is None or not newest.job_id:
@@ -80,7 +81,7 @@ def requeue(
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
 
-def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
+def _ask_to_stop(state: State, newest: Attempt | None, now: float) -> dict[str, str]:
     label = state.submission.label
     if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
@@ -93,12 +94,18 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     if newest is None or newest.ended is not None:
         raise _wrong(label, "is just starting or ending", "try again in a moment")
     if newest.stop_request() is None:
-        newest.request_stop("requested", by="hpml requeue", now=time.time())
+        newest.request_stop("requested", by="hpml requeue", now=now)
     reason = str((newest.stop_request() or {}).get("reason", "requested"))
-    outcome = (
-        f"job {state.job_id} was asked to save and continue ({reason}); it does so when its "
-        "program reacts to the request"
-    )
+    outcome = f"job {state.job_id} was asked to save and continue ({reason})"
+    life = read_life(state, now=now)
+    if life and life.silence:
+        outcome += (
+            f", but seems not to react: {life.silence}. If that stays so, its ranks are ended "
+            "after `checkpoint.lead`, and it continues from its last checkpoint. To end it now: "
+            f"`hpml cancel {label}`, and `hpml requeue {label}` once it is over"
+        )
+    else:
+        outcome += "; it does so when its program reacts to the request"
     return {"id": label, "job_id": state.job_id, "outcome": outcome}
 
 

@@ -29,6 +29,24 @@ PROGRAM = (
     "time.sleep(600 if n < int(sys.argv[2]) else 0)\n"
 )
 
+# Takes two steps, saves, and is stopped as by a full disk or a debugger; in its second start it is
+# done at once.
+STOPPED = """\
+import json, os, signal, socket
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+channel.bind("")
+def tell(event, **data):
+    message = {"v": 1, "type": "event", "event": event, "rank": 0, "data": data}
+    channel.sendto(json.dumps(message).encode(), "\\0" + os.environ["HPML_CHANNEL"])
+tell("training", step=0, total_steps=100)
+tell("step", steps_total=2)
+saved = os.path.join(os.environ["HPML_CHECKPOINT_DIR"], "2")
+if not os.path.exists(saved):
+    open(saved, "w").close()
+    tell("checkpoint", step=2, seconds=0.1)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
 
 def start(desk: Desk, name: str, starts: int = 2, **fields: Any) -> dict[str, Any]:
     """Submit a run that is done in its last start; each of the others has to be ended."""
@@ -119,6 +137,36 @@ def test_the_time_left_is_that_of_slurms_limit(desk: Desk) -> None:
         assert 60 * minutes - 50 < shown["left_seconds"] <= 60 * minutes
     assert re.search(r"time limit in (59|60) min", desk.hpml("show", job["id"]).stdout)
     desk.hpml("cancel", job["id"])
+
+
+def test_a_stopped_rank_does_not_look_healthy(desk: Desk) -> None:
+    """Every command says since when it is silent; a requeue ends and continues it all the same."""
+    (desk.directory / "program.py").write_text(STOPPED)
+    checkpoint = {"lead": "00:00:10", "hang": "00:30:00"}
+    command = ["python3", str(desk.directory / "program.py")]
+    job = desk.submit(
+        "stopped", command=command, checkpoint=checkpoint, resources={"time": "20:00"}
+    )
+    attempt = Path(job["directory"], "attempts", "0")
+
+    def reports() -> list[Path]:
+        logs = attempt.glob("events/node*.jsonl")
+        return [path for path in logs if '"checkpoint"' in path.read_text()]
+
+    (log,) = eventually(reports)
+    # Six minutes pass in the records.
+    log.write_text(
+        re.sub(r'(?<="time":)[\d.]+', lambda at: str(float(at[0]) - 380), log.read_text())
+    )
+    silent = r"no step for 6:2\d"
+    said = desk.hpml("status", job["id"]).stdout + desk.hpml("show", job["id"]).stdout
+    assert len(re.findall(rf"of 100 \(2%\), {silent} \(hang ends it at 30:00\)", said)) == 2, said
+    assert re.search(f"stalled: {silent}", desk.hpml("top", job["id"]).stdout)
+    assert re.search(f"verdict +{silent}", desk.hpml("report", job["id"]).stdout)
+    requeued = desk.hpml("requeue", job["id"]).stdout
+    assert re.search(f"seems not to react: {silent}", requeued)
+    desk.hpml("wait", job["id"])
+    assert len(attempts(job)) == 2
 
 
 def test_a_run_goes_on_after_its_time_limit(desk: Desk) -> None:

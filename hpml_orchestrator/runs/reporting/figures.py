@@ -7,6 +7,7 @@ seconds, or its last two counters if they are further apart.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.events import read_recent
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
     from hpml_orchestrator.records.run import Attempt
+
+QUIET_SECONDS = 60.0
+"""Least time without a report of any rank after which a run may hang."""
 
 _WINDOW_SECONDS = 30.0
 _STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank
@@ -29,7 +33,9 @@ def recorded_figures(attempt: Attempt, now: float) -> dict[str, float]:
         attempt: that runs.
         now: seconds since the epoch.
     """
-    figures = _trained(read_recent(attempt.directory / "events"), now)
+    recent = [*read_recent(attempt.directory / "events")]
+    heard, due = last_report(recent) or (now, now)
+    figures = {"silent_seconds": now - heard} if now > due else _trained(recent, now)
     whole = aggregate_nodes(monitored_nodes(attempt))
     if whole is None:
         return figures
@@ -51,6 +57,25 @@ def recorded_figures(attempt: Attempt, now: float) -> dict[str, float]:
     if known.get("memory_limit_bytes") and "memory_bytes" in figures:
         figures["memory_ratio"] = figures["memory_bytes"] / known["memory_limit_bytes"]
     return figures
+
+
+def last_report(events: Iterable[Event]) -> tuple[float, float] | None:
+    """Return when a rank last reported anything, and by when another report is due at the latest.
+
+    That is twice the longest time between two reports, since programs report at any interval, and
+    records get them ever more rarely. None before the first step and after a rank's last report.
+
+    Args:
+        events: the recent ones of an attempt.
+    """
+    reports = sorted((one for one in events if one.rank is not None), key=lambda one: one.time)
+    if not any(one.event == "step" for one in reports):
+        return None
+    last = reports[-1]
+    if last.event == "stopping" or last.data.get("final"):
+        return None
+    longest = max((after.time - before.time for before, after in pairwise(reports)), default=0.0)
+    return last.time, last.time + max(QUIET_SECONDS, 2 * longest)
 
 
 def _hot(throttled: Mapping[str, float]) -> float:

@@ -119,6 +119,7 @@ def test_following_names_each_attempt_once(
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     assert follow.follow(store, submission, out=sys.stdout, output=False).state == "COMPLETED"
-    lines = [line for line in said.getvalue().splitlines() if "attempt 2 of at most 20" in line]
-    (line,) = lines
+    text = said.getvalue()
+    assert text.count("hpml: no step for ") == trains
+    (line,) = [line for line in text.splitlines() if "attempt 2 of at most 20" in line]
     assert line.startswith("hpml: attempt 2 of at most 20, resumed at step 41,200, time limit in ")

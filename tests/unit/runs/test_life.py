@@ -10,13 +10,17 @@ import pytest
 
 from hpml_orchestrator.diagnosis.model import Diagnosis
 from hpml_orchestrator.diagnosis.wording import status_line
+from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
+from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.description import last_result
+from hpml_orchestrator.runs.reporting.figures import last_report
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
+from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -345,3 +349,53 @@ def test_an_attempt_that_is_ending_keeps_its_figures(training: Training) -> None
     life = training.life()
     assert life.elapsed_seconds == pytest.approx(100 + 100 + 20 + 40)
     assert life.restarts.startswith("61.5% of the time lost to restarts: 2:40 of 4:20 ")
+
+
+def test_a_run_without_steps_does_not_look_healthy(training: Training) -> None:
+    """Its last rate says nothing about now; every command names the silence, and requeue warns."""
+    world, submission = training.world, training.submission
+    attempt = training.start()
+    training.train(attempt, 100, 100)
+    world.clock.sleep(50)
+    assert training.life().silence == ""
+    world.clock.sleep(330)
+    silence = "no step for 6:20 (hang ends it at 30:00)"
+    life = training.life()
+    assert (life.silent_seconds, life.progress) == (380, f"step 100 of 10,000 (1%), {silence}")
+    assert training.lines()["progress"] == [life.progress]
+    facts = gather(world.state(submission), now=world.clock.now)
+    assert Diagnosis(facts).headline == silence
+    jobs = LiveJobs(world.store, backends=world.backends, now=world.clock.time)
+    assert jobs.look()[0].bottlenecks == ["stalled: no step for 6:20"]
+    done = requeue(
+        world.store,
+        submission,
+        environment={},
+        clock=world.clock.time,
+        sleep=world.clock.sleep,
+        backends=world.backends,
+    )
+    assert f"seems not to react: {silence}. " in done["outcome"]
+    assert f"`hpml cancel {submission.sid}`" in done["outcome"]
+    training.end(attempt, "preemption")
+    assert training.life().silence == ""
+
+
+@pytest.mark.parametrize(
+    ("moments", "last", "due"),
+    [
+        ([0, 1, 2], "step", 62),
+        ([0, 300, 310], "step", 910),  # as often as the program reports, or the records get it
+        ([0, 300, 310], "evaluation", 910),
+        ([0, 1, 2], "stopping", None),
+        ([], "evaluation", None),  # nobody knows yet how long a step takes
+    ],
+)
+def test_from_when_on_silence_is_unusual(
+    moments: list[float], last: str, due: float | None
+) -> None:
+    """By the longest time between two reports so far."""
+    events = [Event(moment, "step", "n1", 0) for moment in moments]
+    end = max(moments, default=0)
+    heard = last_report([*events, Event(end, last, "n2", 1), Event(end + 9, "started", "batch")])
+    assert heard == (None if due is None else (end, due))
