@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,7 +143,11 @@ def print_node(topology: Topology, title: str) -> None:
         (len(topology.devices), "GPU"),
         (len(topology.nics), "network card"),
     )
-    typer.echo(f"{title}: {', '.join(counted(count, noun) for count, noun in counts)}\n")
+    typer.echo(f"{title}: {', '.join(counted(count, noun) for count, noun in counts)}")
+    kinds = Counter(core.kind or "other" for core in topology.cores)
+    if len(kinds) > 1:
+        typer.echo(f"kinds of cores: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}")
+    typer.echo()
     rows = []
     for domain in topology.domains:
         cores = [core for core in topology.cores if core.domain == domain.number]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from hpml_orchestrator.topology.model import Topology
+    from hpml_orchestrator.topology.model import Core, Topology
 
 UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
 _LOCAL, _REMOTE = 10, 20  # assumed for comparisons if distances are unknown
@@ -22,7 +23,8 @@ class Machine:
         smt: whether all hardware threads of a core are used, or only its first usable one.
 
     Attributes:
-        pool: NUMA domain to its usable cores, both by socket and number; none is empty.
+        pool: NUMA domain to its usable cores, by socket and number, those of different kinds in
+            turns; none is empty.
         order: NUMA domain to its number in `pool`.
         cpus_of: core to its usable CPUs.
         domain_of: core to its NUMA domain.
@@ -38,18 +40,16 @@ class Machine:
         self.home_of: dict[int, int] = {}
         self._sockets: dict[int, set[int]] = {}
         pool: dict[int, list[int]] = {}
-        for core in sorted(
-            topology.cores, key=lambda core: (core.socket, core.domain, core.number)
-        ):
+        for core in topology.cores:
             self.home_of.update(dict.fromkeys(core.cpus, core.domain))
             self._sockets.setdefault(core.domain, set()).add(core.socket)
+        for core in _mixed([core for core in topology.cores if usable.intersection(core.cpus)]):
+            # Not always the core's first thread: a job's mask may hold only the second one.
             cpus = tuple(cpu for cpu in core.cpus if cpu in usable)
-            if cpus:
-                # Not always the core's first thread: a job's mask may hold only the second one.
-                self.cpus_of[core.number] = cpus if smt else cpus[:1]
-                self.domain_of[core.number] = core.domain
-                self.socket_of[core.number] = core.socket
-                pool.setdefault(core.domain, []).append(core.number)
+            self.cpus_of[core.number] = cpus if smt else cpus[:1]
+            self.domain_of[core.number] = core.domain
+            self.socket_of[core.number] = core.socket
+            pool.setdefault(core.domain, []).append(core.number)
         self.pool = {domain: tuple(cores) for domain, cores in pool.items()}
         self.order = {domain: number for number, domain in enumerate(self.pool)}
         self._distances = {domain.number: dict(domain.distances) for domain in topology.domains}
@@ -104,3 +104,18 @@ class Machine:
             return domain
         # The number breaks ties, so that equal nodes get equal plans.
         return min(others, key=lambda other: (self.gap(domain, other), other))
+
+
+def _mixed(cores: Collection[Core]) -> list[Core]:
+    """Return cores by socket, domain and number, those of different kinds in turns.
+
+    However many equal parts the list is cut into, each has its share of every kind.
+    """
+    count = Counter((core.socket, core.domain, core.kind) for core in cores)
+    seen: Counter[tuple[int, int, str]] = Counter()
+    places = []
+    for core in sorted(cores, key=lambda core: core.number):
+        kind = (core.socket, core.domain, core.kind)
+        places.append((core.socket, core.domain, (seen[kind] + 0.5) / count[kind], core))
+        seen[kind] += 1
+    return [core for *_, core in sorted(places, key=lambda place: place[:3])]

@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 
 def cores_of_groups(
-    groups: Iterable[Iterable[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
+    groups: Iterable[Iterable[int]],
+    sockets: Mapping[int, int],
+    domains: Mapping[int, int],
+    kinds: Mapping[int, str],
 ) -> tuple[Core, ...]:
-    """Return cores, numbered by their lowest CPU; the maps are CPU -> socket and CPU -> domain."""
+    """Return cores, numbered by their lowest CPU; the maps' keys are CPUs."""
     # `core_id` is unique only within a socket and may have holes, so cores get numbers of their
     # own.
     ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
-        Core(number, sockets[cpus[0]], domains[cpus[0]], cpus)
+        Core(number, sockets[cpus[0]], domains[cpus[0]], cpus, kinds.get(cpus[0], ""))
         for number, cpus in enumerate(ordered)
     )
 

@@ -141,7 +141,13 @@ class _Reader:
                 sockets[cpu] = 0 if package is None else socket_of[package]
         if any(group.get("type") == "PU" for group in groups):
             self.warnings.append("Some CPUs belong to no core: each of them counts as a core.")
-        return cores_of_groups(groups.values(), sockets, homes)
+        kinds = {
+            cpu: value.lower().removeprefix("intel")
+            for kind in self.root.iter("cpukind")
+            for value in (_infos([kind], "CoreType") or _infos([kind], "LinuxCapacity"))[:1]
+            for cpu in _mask(kind, "cpuset")
+        }
+        return cores_of_groups(groups.values(), sockets, homes, kinds)
 
     def _devices(self, domains: Sequence[Domain]) -> Devices:
         devices = Devices()

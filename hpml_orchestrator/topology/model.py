@@ -15,7 +15,7 @@ from hpml_orchestrator.topology.cpulist import format_list, parse_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_TEXTS = ("name", "address", "uuid", "parent")
+_TEXTS = ("name", "address", "uuid", "parent", "kind")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Core:
     socket: int  # number of its socket
     domain: int  # number of the NUMA domain that its CPUs are in
     cpus: tuple[int, ...]  # its hardware threads, lowest first
+    # What sets it apart on a node with several kinds of cores: `core` or `atom` (Intel's fast and
+    # efficient ones), or the kernel's capacity, such as `1024`; empty if the source has none
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ def _parsed(data: object) -> Topology:
 
 def _parts(kind: type[Part], rows: Iterable[Mapping[str, object]]) -> tuple[Part, ...]:
     names = [field.name for field in fields(kind)]
+    # Files of earlier versions have no kinds of cores.
+    rows = [{"kind": "", **row} for row in rows]
     return tuple(kind(**{name: _value(name, row[name]) for name in names}) for row in rows)
 
 

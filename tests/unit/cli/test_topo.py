@@ -59,7 +59,16 @@ def test_a_file_as_tables_and_json(hpml: Hpml) -> None:
     assert set(document["gpus"][15]) == fields
     assert document["source"] == "hwloc XML"
     assert document["domains"][1]["distances"] == {"0": 21, "1": 10}
-    assert document["cores"][2] == {"number": 2, "socket": 1, "domain": 1, "cpus": "24"}
+    assert document["cores"][2] == {"number": 2, "socket": 1, "domain": 1, "cpus": "24", "kind": ""}
+
+
+def test_kinds_of_cores(shell: Shell, hpml: Hpml, quad: str) -> None:
+    """A node whose cores differ has a line for it; the tables have no column of it."""
+    document = json.loads((shell.root / quad).read_text())
+    for core in document["cores"]:
+        core["kind"] = "core" if core["number"] < 6 else "atom"
+    (shell.root / quad).write_text(json.dumps(document))
+    assert "kinds of cores: 6 core, 26 atom\n\nDOMAIN" in hpml("topo", quad).out
 
 
 def test_this_node_and_the_cpus_that_a_process_may_use(shell: Shell, hpml: Hpml) -> None:

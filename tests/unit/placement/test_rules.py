@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -342,3 +343,16 @@ def test_what_no_plan_can_be_made_of(options: dict[str, Any], field: str) -> Non
     with pytest.raises(InputError) as caught:
         plan(intel((0, 1)), 2, **options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("fast", "slow", "ranks"), [(6, 7, 2), (6, 8, 2), (8, 16, 4), (8, 4, 3)])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_equal_shares_of_fast_and_slow_cores(fast: int, slow: int, ranks: int, gpus: int) -> None:
+    """Of a CPU with two kinds of cores no rank gets only the slow ones, with and without GPUs."""
+    flat = node([(0, threads(0, fast + slow))], [0] * gpus * ranks)
+    kinds = ["core"] * fast + ["atom"] * slow
+    cores = tuple(replace(core, kind=kind) for core, kind in zip(flat.cores, kinds, strict=True))
+    made = plan(replace(flat, cores=cores), ranks)
+    counts = [Counter(kinds[core] for core in rank.cores) for rank in made.ranks]
+    for kind, count in (("core", fast), ("atom", slow)):
+        assert {rank[kind] for rank in counts} <= {count // ranks, -(-count // ranks)}

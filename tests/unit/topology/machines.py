@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 GPU_CLASS, NIC_CLASS, BRIDGE_CLASS = 0x030200, 0x020700, 0x060400
@@ -35,6 +35,7 @@ class Machine:
     distances: dict[int, list[int]]
     devices: Sequence[Device] = ()
     memory_kib: int = 64 * 1024**2
+    kinds: dict[str, Sequence[int]] = field(default_factory=dict)  # `core`, `atom` or a capacity
 
     def cpus(self, domain: int) -> list[int]:
         return sorted(cpu for _, home, cpus in self.cores for cpu in cpus if home == domain)
@@ -80,6 +81,11 @@ def write_sysfs(root: Path, machine: Machine) -> tuple[str, str]:
         write(node / "cpulist", numbers(machine.cpus(number)))
         write(node / "distance", " ".join(map(str, row)))
         write(node / "meminfo", f"Node {number} MemTotal:       {machine.memory_kib} kB")
+    for kind, alike in machine.kinds.items():
+        for cpu in alike if kind.isdecimal() else ():
+            write(cpu_root / f"cpu{cpu}/cpu_capacity", kind)
+        if not kind.isdecimal():
+            write(sys_root / f"devices/cpu_{kind}/cpus", numbers(alike))
     (sys_root / "bus/pci/devices").mkdir(parents=True)
     for device in machine.devices:
         place = sys_root / "devices"
@@ -149,6 +155,7 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
         f'<indexes length="{len(indexes)}">{indexes} </indexes>',
         *(f'<u64values length="3">{value} </u64values>' for value in rows),
         "</distances2>",
+        *(hwloc_kind(kind, cpus) for kind, cpus in machine.kinds.items()),
         "</topology>",
     ]
     return "\n".join([*lines, ""])
@@ -156,6 +163,14 @@ def hwloc_xml(machine: Machine, version: int = 3) -> str:
 
 def hwloc_mask(cpus: Sequence[int], words: int = 4) -> str:
     return ",".join(f"0x{word}" for word in mask(cpus, words).split(","))
+
+
+def hwloc_kind(kind: str, cpus: Sequence[int]) -> str:
+    """As on a laptop of 2026, where the kernel gives both kinds capacity 1024."""
+    infos = {"FrequencyMaxMHz": "3800", "LinuxCapacity": kind if kind.isdecimal() else "1024"}
+    infos |= {} if kind.isdecimal() else {"CoreType": f"Intel{kind.title()}"}
+    rows = "".join(f'<info name="{name}" value="{value}"/>' for name, value in infos.items())
+    return f'<cpukind cpuset="{hwloc_mask(cpus)}" forced_efficiency="0">{rows}</cpukind>'
 
 
 def hwloc_device(device: Device, rdma: int) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from hpml_orchestrator.topology.cpulist import format_list
-from hpml_orchestrator.topology.model import Topology
+from hpml_orchestrator.topology.model import Topology, topology_json, topology_of_json
 from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
 from hpml_orchestrator.topology.sysfs import read_sysfs
-from tests.unit.topology.machines import hwloc_xml, two_sockets, write_sysfs
+from tests.unit.topology.machines import Machine, hwloc_xml, two_sockets, write_sysfs
 from tests.unit.topology.real_machines import DATA, MACHINES
 
 MACHINE = two_sockets()
@@ -54,6 +55,20 @@ def test_all_formats_agree(version: int, tmp_path: Path) -> None:
     assert [(gpu.address, gpu.uuid) for gpu in got.gpus] == [
         (gpu.address, gpu.uuid) for gpu in kernel.gpus
     ]
+
+
+@pytest.mark.parametrize("names", [("core", "atom"), ("1024", "512")])
+def test_kinds_of_cores(names: tuple[str, str], tmp_path: Path) -> None:
+    """Intel's two kinds and ARM's capacities, from hwloc, the kernel and our own JSON."""
+    fast, slow = range(8), range(8, 14)
+    cores = [(0, 0, (n, n + 1)) for n in fast[::2]] + [(0, 0, (n,)) for n in slow]
+    machine = Machine(cores, {0: [10]}, kinds=dict(zip(names, (fast, slow), strict=True)))
+    for got in (
+        topology_of_text(hwloc_xml(machine)),
+        kernel := read_sysfs(*write_sysfs(tmp_path, machine)),
+        topology_of_json(json.loads(json.dumps(topology_json(kernel)))),
+    ):
+        assert [core.kind for core in got.cores] == [names[0]] * 4 + [names[1]] * 6
 
 
 @pytest.mark.parametrize("version", [1, 2])
