@@ -49,6 +49,7 @@ _NEEDS = {
     "--policy": ("--ranks",),
     "--allowed-cpus": ("--ranks", "--plan"),
 }
+_ONE_THREAD = {"--hint=nomultithread", "--hint=compute_bound", "--threads-per-core=1"}
 
 
 def topo(
@@ -207,15 +208,15 @@ def request_of_job(
     resolved = site_for(job_file, os.environ, chosen=chosen_site(context))
     job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
     site = resolved.site if resolved else None
-    whole = whole_nodes(effective_job(job, site.directives) if site else job, site)
+    asked = effective_job(job, site.directives) if site else job
     request = PlanRequest(
         job.resources.ranks,
         job.binding.policy,
         job.resources.ranks_per_gpu,
         job.binding.loader_workers,
-        job.binding.hardware_threads,
+        job.binding.hardware_threads and _ONE_THREAD.isdisjoint(asked.resources.extra),
         job.resources.gpu_count,
-        None if whole else job.resources.ranks * job.resources.cpus_per_rank,
+        None if whole_nodes(asked, site) else job.resources.ranks * job.resources.cpus_per_rank,
     )
     return request, _site_node(job, resolved) if resolved else None
 

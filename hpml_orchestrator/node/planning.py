@@ -96,7 +96,8 @@ def plan_node(
         allowed_cpus=allowed,
         visible_gpus=devices,
         loader_workers=options.loader_workers,
-        smt=not options.one_thread,
+        # Slurm's way of `--hint=nomultithread`: the job's mask has both threads of its cores.
+        smt=not options.one_thread and environment.get("SLURM_THREADS_PER_CORE") != "1",
     )
     warnings = (
         *unknown,

@@ -230,7 +230,8 @@ class Binding(Model):
     loader_workers: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
     """Data loader processes per rank: each is left one of its cores."""
     hardware_threads: StrictBool = True
-    """Whether ranks get all hardware threads of their cores, or only the first."""
+    """Whether ranks get all hardware threads of their cores, or only the first; only the first if
+    sbatch gets `--hint=nomultithread` or `--threads-per-core=1`."""
 
 
 class Monitor(Model):

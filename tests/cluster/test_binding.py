@@ -34,6 +34,8 @@ BY_HAND = (
     "88-95,216-223",
 )
 
+DGX = Path(__file__).parents[2] / "docs/machines/dgx-a100.json"
+
 # What each rank sees of itself; it lives for some seconds, or until it was looked at.
 RANK = """\
 import json, os, sys, time
@@ -169,6 +171,17 @@ def test_a_part_of_a_node(desk: Desk) -> None:
     assert "256" not in allowed[1]
     assert [rank["cores"] for rank in proof["ranks"]] == [4, 4, 4, 4]
     assert all(rank["wrong"] == [] for rank in proof["ranks"])
+
+
+@pytest.mark.parametrize("option", ["--hint=nomultithread", "--threads-per-core=1"])
+def test_one_hardware_thread_per_core_as_slurm_is_asked(desk: Desk, option: str) -> None:
+    """Slurm allocates whole cores, with both threads in the job's mask: ranks get the first."""
+    resources = {"nodes": 1, "cpus_per_rank": 8, "extra": [option]}
+    made = job(desk, "srun", resources=resources, binding={"policy": "numa", "verify": "strict"})
+    desk.hpml("run", made)
+    assert [rank["cpus"] for rank in seen(desk)] == [cpus.split(",")[0] for cpus in BY_HAND]
+    plan = desk.json("topo", DGX, "--plan", made)
+    assert [rank["cpus"] for rank in plan["ranks"]] == [cpus.split(",")[0] for cpus in BY_HAND]
 
 
 def in_a_shell(desk: Desk, before: str) -> list[str]:
