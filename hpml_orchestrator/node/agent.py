@@ -45,6 +45,7 @@ from hpml_orchestrator.placement.report import PlanFigures, plan_figures
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.staging.link import interface_address
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
@@ -270,13 +271,15 @@ class Agent:
 
     def _for_ranks(self, node_plan: planning.NodePlan) -> dict[str, str]:
         checkpoint = self.options.checkpoint
+        usable = [name for name in self.options.site.interfaces if interface_address(name)]
+        gloo = {"gloo": usable[0]} if usable else {}
         if checkpoint is None:
-            return {}
+            return gloo
         has_gpus = any(rank.gpu is not None for rank in node_plan.plan.ranks)
         if not checkpoint.hang or not has_gpus:
-            return {"sigterm": "ignore"}
+            return {**gloo, "sigterm": "ignore"}
         hang.directory_of(self._attempt).mkdir(exist_ok=True)
-        return {"sigterm": "ignore", "recorder": hang.recorder_stem(self._attempt)}
+        return {**gloo, "sigterm": "ignore", "recorder": hang.recorder_stem(self._attempt)}
 
     def _head_names(self) -> list[str]:
         try:

@@ -265,6 +265,8 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
 def _export(head: dict[str, str]) -> None:
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
+    if "gloo" in head:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", head["gloo"])
     if head.get("sigterm") == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # across exec, unless the program handles it
     if "recorder" in head:

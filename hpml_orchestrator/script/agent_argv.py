@@ -84,20 +84,19 @@ def _bind(job: Job) -> dict[str, object]:
 
 def _site(job: Job, site: ResolvedSite | None) -> dict[str, object]:
     """Return rates for several nodes only, and how to spread the start for arrays only."""
+    interfaces = site.site.interfaces_of(job.resources.partition) if site else []
+    always: dict[str, object] = {"interfaces": interfaces} if interfaces else {}
     if site is None or not job.stage:
-        return {}
+        return always
     staging = site.site.staging
     names = ["opens_per_second", "opens_per_second_per_job"]
     if job.resources.nodes > 1:
         names += ["metadata_rate", *_SIZES]
     fields = _changed(staging, *names)
     fields |= {name: getattr(staging, name) * MIB for name in _SIZES if name in fields}
-    interfaces = site.site.interfaces_of(job.resources.partition)
-    if interfaces and job.resources.nodes > 1:
-        fields["interfaces"] = interfaces
     if job.tasks is not None and staging.array_jitter:
         fields |= {"array_jitter": staging.array_jitter, "array_tasks": len(job.tasks.indices)}
-    return fields
+    return {**fields, **always}
 
 
 def _stage(stage: Stage) -> dict[str, object]:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.local_runs import Desk
 
 # It ends when the record is there, so that no time has to be guessed; the limit ends it otherwise.
@@ -31,6 +33,22 @@ def test_show_has_the_software_of_a_run(tmp_path: Path) -> None:
     (line,) = [line for line in desk.hpml("show").splitlines() if line.startswith("software")]
     assert "packages" in line
     assert "modules gcc/12 and cuda/12.4" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [({}, "nosuch0,lo lo"), ({"GLOO_SOCKET_IFNAME": "eth9"}, "nosuch0,lo eth9")],
+)
+def test_network_interfaces_of_a_site(
+    tmp_path: Path, variables: dict[str, str], names: str
+) -> None:
+    """Gloo ends a rank if an interface is missing, so it gets the first that this node has."""
+    desk = Desk(tmp_path)
+    (tmp_path / "site.toml").write_text('interfaces = ["nosuch0", "lo"]\n')
+    command = ["bash", "-c", "echo $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"]
+    job = desk.job(name="net", command=command, environment={"variables": variables})
+    desk.hpml("--site", "site.toml", "run", "--local", job)
+    assert f"\n{names}\n" in desk.hpml("logs")
 
 
 def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_the_sites_limits_arrive_where_they_matter() -> None:
     assert many.site == SiteLimits(
         1, 2, 3, **sizes, array_jitter=4, array_tasks=5, interfaces=["ib0", "eno1"]
     )
-    assert options(SITE, stage=stage).site == SiteLimits(1, 2)
-    assert options(SITE, array="0-4").site == SiteLimits()
+    assert options(SITE, stage=stage).site == SiteLimits(1, 2, interfaces=["ib0", "eno1"])
+    assert options(SITE, array="0-4").site == SiteLimits(interfaces=["ib0", "eno1"])
 
 
 OWN = {"listen": "[::]:9445", "interval": 5, "web_config": "/etc/it's $HOME.yml", "targets": "/a*"}

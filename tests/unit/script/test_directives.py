@@ -153,6 +153,5 @@ def test_paths_and_interfaces_of_a_site_reach_the_script() -> None:
     fast = '"${FAST:?of the site profile is not set in this job}"'
     assert f"""\nhpml_local={fast}'/it'"'"'s $(id) here'\n""" in text
     assert "\nhpml_shm='/ram disk'\n" in text
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        assert f' {name}="${{{name}:-ib0,ib1}}"' in text
+    assert ' NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-ib0,ib1}"' in text
     assert render(job(), HERE, ResolvedSite(Site(cluster="a"))) == render(job(), HERE)
