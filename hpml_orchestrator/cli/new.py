@@ -182,6 +182,12 @@ def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
     return missing
 
 
+# Of torch, accelerate, and transformers' Trainer, which joins the ranks without a line of its user.
+_STARTS_GROUP = re.compile(
+    r"\b(init_process_group|DistributedDataParallel|Accelerator|\w*TrainingArguments)\b"
+    r"|\btransformers(\.| import (\([^)]*|.*)\b)\w*Trainer\b"
+)
+
 _JOB = string.Template("""\
 # hpml check job.yaml    # finds mistakes without submitting
 # hpml run job.yaml      # on Slurm if there is one, otherwise on this machine
@@ -215,7 +221,7 @@ def _job_of(script: str, target: Path) -> bytes:
         launcher = "torchrun"
         if re.search(r"^\s*(import|from)\s+horovod\b", text, re.MULTILINE):
             launcher, ranks = "horovodrun", 2
-        elif re.search(r"\binit_process_group\b|\bDistributedDataParallel\b", text):
+        elif _STARTS_GROUP.search(text):
             ranks = 2
         start = f"script: {flow_text(place)}"
     elif os.access(path, os.X_OK):

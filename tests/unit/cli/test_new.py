@@ -66,13 +66,19 @@ def test_the_short_script_trains_and_resumes(shell: Shell, hpml: Hpml) -> None:
     assert [line.partition(":")[0] for line in steps] == ["step 200/200"]
 
 
+ONE, TWO = ({"launcher": "torchrun", "ranks": ranks} for ranks in (1, 2))
+
+
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("plain.py", "print(1)", {"launcher": "torchrun", "ranks": 1}),
-        ("ddp.py", "dist.init_process_group()", {"launcher": "torchrun", "ranks": 2}),
+        ("plain.py", "print(1)", ONE),
+        ("ddp.py", "dist.init_process_group()", TWO),
+        ("hf.py", "from transformers import (\n    AutoModel,\n    Trainer,\n)", TWO),
+        ("args.py", "from transformers import Seq2SeqTrainingArguments as Arguments", TWO),
+        ("pl.py", "import lightning as L, transformers\nL.Trainer()", ONE),
         ("hvd.py", "import horovod.torch as hvd", {"launcher": "horovodrun", "ranks": 2}),
-        ("it: is {a} name.py", "print(1)", {"launcher": "torchrun", "ranks": 1}),
+        ("it: is {a} name.py", "print(1)", ONE),
         ("run.sh", "#!/bin/sh\ntrue", {"launcher": "srun", "ranks": 1}),
     ],
 )
