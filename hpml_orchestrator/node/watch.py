@@ -3,7 +3,8 @@
 When ranks start, hpml-bind's records of them are checked (`placement/verify.py`) and written as the
 proof. 10 s and 60 s later the live processes are checked, since programs and libraries may bind
 themselves while they start. A wrong binding is reported, or with `verify: strict` ends the ranks of
-this node. Changes after the second check are not detected.
+this node. Changes after the second check are not detected. Ranks that never meet (`meeting.py`) are
+reported at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.node.environment import integer
+from hpml_orchestrator.node.meeting import ALONE, MEETING_SECONDS, Meeting
 from hpml_orchestrator.node.processes import ProcessTable, openmp_of, visible_of
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.report import node_line, table, wrong_rows
@@ -65,6 +68,8 @@ class Watch:
         self._reported: list[tuple[str, ...]] = []
         self._kill_at = math.inf
         self._to_kill: dict[tuple[int, int], None] = {}
+        self._meeting = Meeting()
+        self._meet_at = math.inf
         self.binding: tuple[int, int] | None = None
         """Ranks that are bound as planned, and ranks that are not; None before any started."""
 
@@ -79,22 +84,29 @@ class Watch:
         if self._take(started):
             self._save(self._verify())
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
+            self._meeting = Meeting()
+            if len(self._ranks) > 1 or integer(os.environ, "SLURM_NNODES", 1) > 1:
+                self._meet_at = now + MEETING_SECONDS
         if self._due and now >= self._due[0]:
             self._due.pop(0)
             self._look(now)
             self._conclude(now)
+        if now >= self._meet_at:
+            self._look_for_meeting(now)
         if now >= self._kill_at:
             self._kill_at = math.inf
             self._end_ranks(signal.SIGKILL)
         poll_at = now + _POLL_SECONDS
         if len(self._ranks) >= len(self._node_plan.plan.ranks):
             poll_at = math.inf
-        return max(0.0, min([*self._due[:1], poll_at, self._kill_at]) - now)
+        return max(0.0, min([*self._due[:1], poll_at, self._meet_at, self._kill_at]) - now)
 
     def close(self, started: Sequence[StartedRank]) -> None:
         """Read the last records, then write and report the final result."""
         self._take(started)
         self._conclude(math.inf)
+        if self._worked_alone and any(rank.rank == 0 for rank in self._ranks.values()):
+            self._report(f"warning: {self._node_plan.context.node}: {ALONE}")
 
     def _take(self, started: Sequence[StartedRank]) -> bool:
         new = started[self._taken :]
@@ -128,6 +140,19 @@ class Watch:
                 live=True,
             )
         self._used = used
+
+    def _look_for_meeting(self, now: float) -> None:
+        processes = ProcessTable()
+        for local_rank in self._ranks:
+            if family := self._family(processes, local_rank):
+                main = processes.main_of(family)
+                environment = processes.environment(main.pid)
+                self._meeting.look(now, local_rank, main, family, environment)
+        self._meet_at = now + MEETING_SECONDS if self._meeting.is_possible else math.inf
+
+    @property
+    def _worked_alone(self) -> bool:
+        return self._meeting.worked_alone(len(self._node_plan.plan.ranks))
 
     def _process(
         self,
@@ -163,6 +188,8 @@ class Watch:
         )
         wrong = sum(bool(rank.wrong) for rank in proof.ranks)
         self.binding = len(proof.ranks) - wrong, wrong
+        if self._worked_alone:
+            proof = replace(proof, alone=True, warnings=(*proof.warnings, ALONE))
         return replace(proof, time=round(time.time(), 6))
 
     def _conclude(self, now: float) -> None:

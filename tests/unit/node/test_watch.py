@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.node import meeting
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import NodePlan, plan_node
 from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedRank
@@ -338,3 +340,48 @@ def test_a_helper_that_works_more_than_the_program(
     kernel_s_table(tmp_path, 2000, 1000, of_helper * ticks, 0)
     table = ProcessTable(str(tmp_path))
     assert table.main_of(table.family(1000)).pid == main
+
+
+LISTENING = "import socket, sys\ns = socket.create_server(('127.0.0.1', 0))\n"
+CONNECTED = """\
+import os, socket, sys
+s = socket.socket()
+s.bind(("127.0.0.1", 0))
+t = socket.socket()
+t.connect(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+"""
+BEGUN = "print('begun', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("program", "env", "seconds", "said"),
+    [
+        pytest.param("import sys\n", {}, 75, True, id="alone"),
+        pytest.param("import sys\n", {}, 60, False, id="not watched for long"),
+        pytest.param("import sys\n", {"PMIX_RANK": "1"}, 75, False, id="ranks of MPI"),
+        pytest.param(LISTENING, {}, 75, False, id="with a port of Gloo or NCCL"),
+        pytest.param(CONNECTED, {}, 75, False, id="with torchrun's store"),
+    ],
+)
+def test_ranks_that_never_met(
+    attempt: Path,
+    ranks: Ranks,
+    program: str,
+    env: dict[str, str],
+    seconds: int,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reported once, at the end, if no process of any rank had a port in a minute of looks."""
+    monkeypatch.setattr(meeting, "CPU_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        env["MASTER_PORT"] = str(store.getsockname()[1])
+        watching = Watching(attempt, 2)
+        for rank, code in enumerate(("import sys\n", program)):
+            command = (sys.executable, "-S", "-c", f"{code}{BEGUN}")
+            ranks.start(rank, BOTH, *command, ready="begun", **env)
+        watching.turn(seconds)
+        assert meeting.ALONE not in watching.said
+        watching.watch.close(watching.started())
+    assert watching.said.count(meeting.ALONE) == said
+    assert watching.proof().alone == said
