@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.node.environment import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from hpml_orchestrator.node.processes import ProcessTable
     from hpml_orchestrator.records.process import ProcessStat
 
 ALONE = (
@@ -43,29 +42,17 @@ class Meeting:
         self._looks: dict[int, tuple[float, float, float]] = {}  # first, last; CPU time of the rank
 
     def look(
-        self,
-        now: float,
-        local_rank: int,
-        main: ProcessStat,
-        family: list[ProcessStat],
-        environment: Mapping[str, str],
+        self, now: float, local_rank: int, processes: ProcessTable, family: list[ProcessStat]
     ) -> None:
-        """Look at the sockets of a rank's processes.
-
-        Args:
-            now: seconds on a monotonic clock.
-            local_rank: whose they are.
-            main: its main process.
-            family: all its processes.
-            environment: of the main process.
-        """
-        if any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment):
-            self.is_possible = False
-            return
+        """Look at the sockets of a rank's processes; `now` is in seconds, monotonic."""
+        main = processes.main_of(family).pid
+        environment = processes.environment(main)
+        is_mpi = any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment)
         try:
-            if _is_connected(main, family, integer(environment, "MASTER_PORT", 0)):
-                self.is_possible = False
+            connected = _is_connected(main, family, integer(environment, "MASTER_PORT", 0))
         except OSError:
+            connected = True
+        if is_mpi or connected:
             self.is_possible = False
         first = self._looks.get(local_rank, (now,))[0]
         ticks = sum(stat.cpu_ticks for stat in family)
@@ -83,7 +70,7 @@ class Meeting:
         )
 
 
-def _is_connected(main: ProcessStat, family: list[ProcessStat], port: int) -> bool:
+def _is_connected(main: int, family: list[ProcessStat], port: int) -> bool:
     """Return whether a process listens on a TCP port, or is connected to `port` elsewhere."""
     sockets = set()
     for stat in family:
@@ -93,7 +80,7 @@ def _is_connected(main: ProcessStat, family: list[ProcessStat], port: int) -> bo
                     sockets.add(os.readlink(f"/proc/{stat.pid}/fd/{descriptor}"))
     # The tables are those of the rank's network namespace.
     for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{main.pid}/net/{name}") as table:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{main}/net/{name}") as table:
             for line in [*table][1:]:
                 _, _, remote, state, _, _, _, _, _, inode, *_ = line.split()
                 connected = state == _LISTENS or int(remote.rpartition(":")[2], 16) == port

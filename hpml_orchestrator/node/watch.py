@@ -145,9 +145,7 @@ class Watch:
         processes = ProcessTable()
         for local_rank in self._ranks:
             if family := self._family(processes, local_rank):
-                main = processes.main_of(family)
-                environment = processes.environment(main.pid)
-                self._meeting.look(now, local_rank, main, family, environment)
+                self._meeting.look(now, local_rank, processes, family)
         self._meet_at = now + MEETING_SECONDS if self._meeting.is_possible else math.inf
 
     @property
