@@ -99,7 +99,7 @@ class Members:
             return False
         self._kinds[path] = _FILE
         self.total_bytes += size
-        self.plan.files.append(TreeEntry(path, mode, _time(mtime_ns), size, size))
+        self.plan.files.append(TreeEntry(path, mode, _time(mtime_ns), size, stored=size))
         return True
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:

@@ -36,7 +36,7 @@ _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
 _ROWS_AT_ONCE = 1000
 _MANIFEST_BYTES_PER_FILE = 34
-_STAGER_BYTES_PER_FILE = 650  # of Python, while a million files of short names are staged
+_STAGER_BYTES_PER_FILE = 690  # of Python, while a million files of short names are staged
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
@@ -47,8 +47,9 @@ class TreeEntry(NamedTuple):
     mode: int
     mtime_ns: int
     size: int = 0
-    stored: int = 0
     inode: int = 0
+    ctime_ns: int = 0
+    stored: int = 0
 
 
 class HardLink(NamedTuple):
@@ -75,7 +76,7 @@ class CopyPlan:
         top: the directory itself.
         directories: parents before children.
         origins: source name of an entry that changes its name.
-        stamps: size, time and inode of each archive.
+        stamps: size, times and inode of each archive.
         at_least: scanning stopped early because the data cannot fit.
         label: the source's name in messages, if it is not `source_root`.
     """
@@ -87,7 +88,7 @@ class CopyPlan:
     hard_links: list[HardLink] = field(default_factory=list)
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    stamps: list[tuple[int, int, int]] = field(default_factory=list)
+    stamps: list[tuple[int, int, int, int]] = field(default_factory=list)
     at_least: bool = False
     label: str = ""
 
@@ -108,15 +109,16 @@ class CopyPlan:
 
     @functools.cached_property
     def fingerprint(self) -> builtins.bytes:
-        """BLAKE2b over names, sizes, times, modes and links of a plan, 16 bytes.
+        """BLAKE2b over names, sizes, times, inodes, modes and links of a plan, 16 bytes.
 
-        Not XXH3, which not every interpreter has. Members of archives have times in whole seconds;
-        the stamps show that an archive was written again.
+        Not XXH3, which not every interpreter has. The ctime and the inode show that a file was
+        written again though its time was set back (`cp -p`, `rsync -t`, `tar -x`), the stamps that
+        an archive was.
         """
         digest = hashlib.blake2b(digest_size=_KEY_BYTES)
         digest.update(b"%d:" % self.top.mode)
         for entries in (self.directories, self.files):
-            _add_many(digest, entries, 4)  # without what only the file system knows
+            _add_many(digest, entries, 6)  # without `stored`, which a file system may change
         for links in (self.hard_links, self.symlinks):
             _add_many(digest, links, 2)
         digest.update(repr(self.stamps).encode())
@@ -281,8 +283,7 @@ def scan_tree(
                 kind = mode & _S_IFMT
                 # The common case has a short path of its own; the rest is in `_add`.
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
-                    size, inode = found.st_size, found.st_ino
-                    plan.files.append(TreeEntry(path, mode, found.st_mtime_ns, size, size, inode))
+                    plan.files.append(_entry(path, found, found.st_size))
                 elif kind == _S_IFDIR:
                     plan.directories.append(TreeEntry(path, mode, found.st_mtime_ns))
                     below.append(path)
@@ -382,4 +383,9 @@ def _file_entry(path: str, full: str, info: os.stat_result) -> TreeEntry:
             stored = sum(end - start for start, end in data_ranges(fd, info.st_size))
         finally:
             os.close(fd)
-    return TreeEntry(path, info.st_mode, info.st_mtime_ns, info.st_size, stored, info.st_ino)
+    return _entry(path, info, stored)
+
+
+def _entry(path: str, info: os.stat_result, stored: int) -> TreeEntry:
+    size, inode, changed = info.st_size, info.st_ino, info.st_ctime_ns
+    return TreeEntry(path, info.st_mode, info.st_mtime_ns, size, inode, changed, stored)

@@ -61,6 +61,7 @@ class Stamp(NamedTuple):
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int  # not compared while reading: also a new hard link changes it
 
 
 class ArchiveFile(io.FileIO):
@@ -91,7 +92,7 @@ class ArchiveFile(io.FileIO):
 
     def _stamp_now(self, path: str) -> Stamp:
         info = os.fstat(self.fileno())
-        return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
+        return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Read, then check that the file has not changed.
@@ -111,7 +112,7 @@ class ArchiveFile(io.FileIO):
         Raises:
             SourceChangedError: it has changed.
         """
-        if self._stamp_now(self.stamp.path) != self.stamp:
+        if self._stamp_now(self.stamp.path)[:-1] != self.stamp[:-1]:
             raise SourceChangedError
 
 

@@ -122,8 +122,8 @@ class Supply(ABC):
     def _key(self, *options: str) -> str:
         """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
 
-        It covers the real path and its status, the kind, and names, sizes, times, modes and links
-        of everything in the plan; with `trust_mtime` only the status. BLAKE2b, which every Python
+        It covers the real path and its status, the kind, and the plan's fingerprint; with
+        `trust_mtime` only the status. BLAKE2b, which every Python
         has: the name must not depend on the interpreter.
         """
         real = os.path.realpath(self.request.source)

@@ -248,8 +248,26 @@ def test_data_that_is_not_kept_goes_with_the_job(base: Path, source: Path) -> No
     second.cleanup()
 
 
+def rewrite(path: Path, data: bytes) -> None:
+    """Write a file anew, with the time of before."""
+    before = path.stat()
+    assert before.st_size == len(data)
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    """Put another file in a file's place, as `rsync -t` does."""
+    new = path.with_name("new")
+    shutil.copy2(path, new)
+    rewrite(new, b"3" * path.stat().st_size)
+    new.replace(path)
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "content": lambda root: (root / "one.bin").write_bytes(b"2" * 5000),
+    "content, with size and time of before": lambda root: rewrite(root / "one.bin", b"2" * 5000),
+    "a file put in its place with the same size and time": lambda root: replace(root / "one.bin"),
     "size": lambda root: (root / "one.bin").write_bytes(b"1"),
     "new": lambda root: (root / "a" / "new").touch(),
     "gone": lambda root: (root / "a" / "deep" / "none").unlink(),
@@ -275,6 +293,22 @@ def test_a_changed_source_is_another_entry(base: Path, source: Path, change: str
     assert not result.reused
     assert contents(result.path) == contents(source)
     assert len(entries(base)) == 2
+    first.cleanup()
+    second.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["file", "tar", "zip"])
+def test_a_file_written_anew_is_another_entry(
+    base: Path, source: Path, tmp_path: Path, kind: str
+) -> None:
+    """Also with its former size and time: archives are compared by their own."""
+    file = source / "one.bin"
+    if kind != "file":
+        file = Path(shutil.make_archive(str(tmp_path / "data"), kind, source))
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    first.stage(kept(file))
+    rewrite(file, file.read_bytes().replace(b"1" * 5000, b"2" * 5000))
+    assert not second.stage(kept(file)).reused
     first.cleanup()
     second.cleanup()
 
