@@ -15,8 +15,8 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
-from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
-from hpml_orchestrator.staging.plan import NO_FILE, link_fault
+from hpml_orchestrator.staging.faults import links_hint, shown
+from hpml_orchestrator.staging.plan import CIRCLE, NO_FILE, link_fault
 from hpml_orchestrator.staging.request import kind_at
 from hpml_orchestrator.staging.store import NodeStore
 
@@ -42,7 +42,7 @@ class _Walk:
     cut: bool = False
     unreadable: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    refused_link: bool = False
+    outside: list[str] = field(default_factory=list)
 
 
 def check_stages(
@@ -137,7 +137,11 @@ def _look(walk: _Walk) -> None:
     def note(fault: OSError) -> None:
         walk.unreadable.append(fault.filename or source)
 
-    for directory, directories, files in os.walk(source, onerror=note):
+    follow = walk.stage.follow_links
+    for directory, directories, files in os.walk(source, onerror=note, followlinks=follow):
+        for name in [one for one in directories if follow and _is_above(directory, one)]:
+            directories.remove(name)
+            walk.refused.append(f"{shown(os.path.join(directory, name))}: {CIRCLE}")
         for name in [*directories, *files]:
             # Both limits: a slow file server needs the time, a fast one with millions of files the
             # number. Sizes are unknown then, and nothing is concluded from a part.
@@ -151,8 +155,13 @@ def _look(walk: _Walk) -> None:
                 note(fault)
 
 
+def _is_above(directory: str, name: str) -> bool:
+    real = os.path.realpath(os.path.join(directory, name))
+    return os.path.commonpath([real, os.path.realpath(directory)]) == real
+
+
 def _look_at(path: str, walk: _Walk) -> None:
-    info = os.lstat(path)
+    info = os.stat(path, follow_symlinks=walk.stage.follow_links and os.path.exists(path))
     if stat.S_ISREG(info.st_mode):
         walk.size_bytes += info.st_size
         if not os.access(path, os.R_OK):
@@ -162,9 +171,11 @@ def _look_at(path: str, walk: _Walk) -> None:
         fault = NO_FILE
         if stat.S_ISLNK(info.st_mode):
             top = os.path.realpath(walk.stage.source)
-            links_out = walk.stage.outside_links
-            fault = "" if links_out else link_fault(inner, os.readlink(path), top)
-            walk.refused_link = walk.refused_link or bool(fault)
+            target = os.readlink(path)
+            taken = walk.stage.outside_links or walk.stage.follow_links
+            fault = "" if taken else link_fault(inner, target, top)
+            if fault:
+                walk.outside.append(os.path.join(os.path.dirname(inner), target))
         if fault:
             walk.refused.append(f"{shown(inner)}: {fault}")
 
@@ -177,7 +188,7 @@ def _walk_findings(walk: _Walk, place: str) -> Iterator[CheckFinding]:
         yield error("stage.unreadable", place, source, message, None, hint)
     if walk.refused:
         message = f"{source} contains what cannot be staged: {first_few(walk.refused, _NAMED)}"
-        hint = OUTSIDE_LINKS if walk.refused_link else ""
+        hint = links_hint(os.path.realpath(source), walk.outside) if walk.outside else ""
         yield error("stage.refused", place, source, message, None, hint)
     if walk.cut:
         message = f"only the first {walk.entries} entries were checked"

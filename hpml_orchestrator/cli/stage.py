@@ -162,6 +162,13 @@ def stage(
         typer.Option("--no-hash", help="No digests: faster, but the copy cannot be verified."),
     ] = False,
     outside_links: Annotated[bool, outside_links_option("Copy")] = False,
+    follow_links: Annotated[
+        bool,
+        typer.Option(
+            "--follow-links",
+            help="Copy what the symbolic links of a directory lead to, in their place.",
+        ),
+    ] = False,
     local_dir: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +224,7 @@ def stage(
             kind=kind,
             keep=keep,
             outside_links=outside_links,
+            follow_links=follow_links,
             trust_mtime=trust_mtime,
         )
     paths = staged.paths_here(chosen_site(context))
@@ -320,6 +328,8 @@ def _print(outcome: StageOutcome) -> None:
 
 def _notes(outcome: StageOutcome) -> Iterator[str]:
     result = outcome.result
+    if result.warning:
+        yield result.warning
     if outcome.request.keep and not result.kept and result.method != IN_PLACE:
         yield (
             f"{result.name}: this shell staged it without --keep, so it is removed with this "

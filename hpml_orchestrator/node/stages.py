@@ -133,6 +133,8 @@ class NodeStaging:
             result = self.stager.stage(request, supply)
         finally:
             self._progress = None
+        if result.warning and index == 0:
+            self.say(f"warning: {result.warning}")
         return figures_of(result)
 
     def _options(self, entry: StageOptions, *, readers: int) -> CopyOptions:

@@ -76,6 +76,7 @@ class StageFields(TypedDict):
     trust_mtime: bool
     distribution: str
     outside_links: bool
+    follow_links: bool
     hash: bool
 
 

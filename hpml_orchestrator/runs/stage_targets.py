@@ -167,6 +167,7 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
     from hpml_orchestrator.staging.supply import open_source  # noqa: PLC0415 - as above
 
-    request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
+    links = {name: getattr(stage, name) for name in ("outside_links", "follow_links")}
+    request = StageRequest(stage.name, stage.source, stage.kind, **links)
     with contextlib.closing(open_source(request, Retry(), _ANY_BYTES)) as source:
         return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes

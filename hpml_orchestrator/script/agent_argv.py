@@ -101,5 +101,5 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, object]:
 
 def _stage(stage: Stage) -> dict[str, object]:
     always = {name: getattr(stage, name) for name in ("name", "source", "target", "kind")}
-    changed = _changed(stage, "keep", "distribution", "outside_links", "hash", "trust_mtime")
-    return {**always, **changed}
+    changed = ("keep", "distribution", "outside_links", "follow_links", "hash", "trust_mtime")
+    return {**always, **_changed(stage, *changed)}

@@ -39,6 +39,8 @@ class Stage(Model):
     on), or `auto` (whichever takes less time)."""
     outside_links: StrictBool = False
     """Whether to keep symbolic links that lead out of the source; else an error."""
+    follow_links: StrictBool = False
+    """Whether to copy what the symbolic links of a directory lead to, in their place."""
     hash: StrictBool = True
     """Whether to hash contents while copying, to detect damage."""
 

@@ -152,7 +152,7 @@ def check_directories(
                 entry = left.popleft()
                 path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
                 try:
-                    info = retry(functools.partial(os.lstat, path))
+                    info = retry(functools.partial(os.stat, path))
                 except OSError as error:
                     problems.add(entry.path or ".", why(error), error)
                     continue

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 
@@ -27,6 +27,25 @@ _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6  # 6.3 s in all
 _GIVEN_UP_SECONDS = 60.0
+
+
+def links_hint(root: str, targets: Sequence[str]) -> str:
+    """Return what helps with symbolic links that leave a tree.
+
+    Args:
+        root: the tree's real path.
+        targets: paths that the links lead to, from the root.
+    """
+    hint = "follow_links: true (as an option --follow-links) copies what links lead to"
+    hint += f"; {OUTSIDE_LINKS} as they are"
+    if any(target.startswith("/") for target in targets):
+        return hint  # no tree may hold absolute links
+    parent = os.path.commonpath([root, *(os.path.normpath(f"{root}/{one}") for one in targets)])
+    return (
+        f"{hint}; {shown(parent)} is above the links and what they lead to"
+        if parent.count("/") > 1
+        else hint
+    )
 
 
 class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
@@ -195,6 +214,10 @@ class Problems:
             self._cause = self._cause or cause
             if len(self._told) < PATHS_TOLD:
                 self._told.append(f"{shown(path)}: {reason}")
+
+    def add_hint(self, hint: str) -> None:
+        """Add what helps with several of the paths."""
+        self._hints[hint] = None
 
     def raise_any(self, hint: str = "") -> None:
         """Raise one StagingError for all faults, if there are any; `hint` replaces theirs."""

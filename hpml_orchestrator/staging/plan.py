@@ -12,7 +12,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown, why
+from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, links_hint, shown, why
 from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.space import Need, readers_for, round_up
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 NO_FILE = "is a device, fifo or socket"
 """Why neither a regular file nor a directory or link is copied."""
+
+CIRCLE = "symbolic link to a directory above it"
+"""Why a directory is not copied when links are followed."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -79,6 +82,7 @@ class CopyPlan:
         stamps: size, times and inode of each archive.
         at_least: scanning stopped early because the data cannot fit.
         label: the source's name in messages, if it is not `source_root`.
+        follow_links: links are read as what they lead to.
     """
 
     source_root: str
@@ -91,6 +95,7 @@ class CopyPlan:
     stamps: list[tuple[int, int, int, int]] = field(default_factory=list)
     at_least: bool = False
     label: str = ""
+    follow_links: bool = False
 
     @property
     def name(self) -> str:
@@ -163,8 +168,9 @@ class _Looker:
     On a network file system many threads do so, because each call waits for the server.
     """
 
-    def __init__(self, root: str, retry: Retry, rate: float) -> None:
+    def __init__(self, root: str, retry: Retry, rate: float, *, follow_links: bool) -> None:
         self._root = root
+        self._stat = _stat_through if follow_links else os.lstat
         self._retry = retry
         self._take = TokenBucket(rate, check_stop=retry.check_stop).take
         self._threads = readers_for(root)
@@ -213,13 +219,21 @@ class _Looker:
             try:
                 # Try without `Retry` first: its closure would slow down the scan of millions of
                 # files.
-                rows.append((name, os.lstat(full + name), ""))
+                rows.append((name, self._stat(full + name), ""))
             except OSError:
                 try:
-                    rows.append((name, self._retry(functools.partial(os.lstat, full + name)), ""))
+                    rows.append((name, self._retry(functools.partial(self._stat, full + name)), ""))
                 except OSError as error:
                     rows.append((name, None, why(error)))
         return rows
+
+
+def _stat_through(path: str) -> os.stat_result:
+    """Return the status of what a link leads to; of the link itself if it leads nowhere."""
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.lstat(path)
 
 
 def scan_file(source: str, retry: Retry) -> CopyPlan:
@@ -243,6 +257,7 @@ def scan_tree(
     *,
     verb: str = "stage",
     outside_links: bool = False,
+    follow_links: bool = False,
     rate: float = 0.0,
     problems: Problems | None = None,
 ) -> CopyPlan:
@@ -253,6 +268,7 @@ def scan_tree(
         retry: calls again after faults that pass.
         verb: the caller's action, for the error.
         outside_links: take symbolic links that leave the tree as they are.
+        follow_links: take what symbolic links lead to; a link that leads nowhere stays a link.
         rate: entries that may be looked at per second; 0 for any.
         problems: collects what cannot be copied and is left out of the plan; without it this is an
             error.
@@ -264,11 +280,13 @@ def scan_tree(
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
-    plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns))
+    plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns), follow_links=follow_links)
+    above = {"": {(info.st_dev, info.st_ino)}}  # of each directory, with itself; to notice circles
+    outside: list[str] | None = None if outside_links or follow_links else []
     is_strict = problems is None
     problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
-    looker = _Looker(real, retry, rate)
+    looker = _Looker(real, retry, rate, follow_links=follow_links)
     level = [""]
     while level:
         below = []
@@ -284,15 +302,28 @@ def scan_tree(
                 # The common case has a short path of its own; the rest is in `_add`.
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
                     plan.files.append(_entry(path, found, found.st_size))
+                elif kind == _S_IFDIR and follow_links and _is_above(above, directory, path, found):
+                    problems.add(path, CIRCLE)
                 elif kind == _S_IFDIR:
                     plan.directories.append(TreeEntry(path, mode, found.st_mtime_ns))
                     below.append(path)
                 else:
-                    _add(plan, path, found, first_names, problems, outside_links=outside_links)
+                    _add(plan, path, found, first_names, problems, outside)
         level = below
+    if outside:
+        problems.add_hint(links_hint(real, outside) if verb == "stage" else OUTSIDE_LINKS)
     if is_strict:
         problems.raise_any()
     return plan
+
+
+def _is_above(
+    above: dict[str, set[tuple[int, int]]], directory: str, path: str, info: os.stat_result
+) -> bool:
+    """Record a directory's identity; whether one above it is the same, as behind a link to it."""
+    identity = (info.st_dev, info.st_ino)
+    above[path] = above[directory] | {identity}
+    return identity in above[directory]
 
 
 def _add(
@@ -301,8 +332,7 @@ def _add(
     info: os.stat_result,
     first_names: dict[tuple[int, int], str],
     problems: Problems,
-    *,
-    outside_links: bool,
+    outside: list[str] | None,
 ) -> None:
     full = f"{plan.source_root}/{path}"
     if stat.S_ISLNK(info.st_mode):
@@ -311,9 +341,10 @@ def _add(
         except OSError as error:
             problems.add(path, why(error), error)
             return
-        fault = "" if outside_links else link_fault(path, target, plan.source_root)
-        if fault:
-            problems.add(path, fault, hint=OUTSIDE_LINKS)
+        fault = "" if outside is None else link_fault(path, target, plan.source_root)
+        if outside is not None and fault:
+            problems.add(path, fault)
+            outside.append(os.path.join(os.path.dirname(path), target))
         else:
             plan.symlinks.append(Symlink(path, target, info.st_mtime_ns))
     elif not stat.S_ISREG(info.st_mode):
@@ -324,7 +355,8 @@ def _add(
         if info.st_nlink > 1:
             first_names[info.st_dev, info.st_ino] = path
         try:
-            plan.files.append(_file_entry(path, full, info))
+            real = os.path.realpath(full) if plan.follow_links else full
+            plan.files.append(_file_entry(path, real, info))
         except OSError as error:
             problems.add(path, why(error), error)
 

@@ -48,6 +48,7 @@ class StageRequest:
             until one of these is chosen.
         keep: leave it in the node's cache for later jobs; else it is removed with the job.
         outside_links: copy symbolic links that leave the tree as they are; else they are refused.
+        follow_links: copy what the symbolic links of a directory lead to, in their place.
         trust_mtime: identify kept data by the times of the source alone, without looking at
             everything in it; data kept without this is not found.
 
@@ -61,6 +62,7 @@ class StageRequest:
     target: str = "local"
     keep: bool = False
     outside_links: bool = False
+    follow_links: bool = False
     trust_mtime: bool = False
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class StageResult:
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
         evicted: sources of kept data that was removed to make room.
+        broken_links: number of symbolic links that lead nowhere in the copy.
     """
 
     name: str
@@ -111,6 +114,15 @@ class StageResult:
     digest: str = ""
     kept: bool = False
     evicted: tuple[str, ...] = ()
+    broken_links: int = 0
+
+    @property
+    def warning(self) -> str:
+        """Text about links that lead nowhere; empty if there is none."""
+        if not self.broken_links:
+            return ""
+        text = f"{self.name}: links that lead nowhere in the copy: {self.broken_links}"
+        return f"{text}; `find {shown(self.path)}/ -xtype l` lists them"
 
     @property
     def rate(self) -> float:
@@ -233,6 +245,7 @@ def requests_for(
     kind: str = "auto",
     keep: bool = False,
     outside_links: bool = False,
+    follow_links: bool = False,
     trust_mtime: bool = False,
 ) -> list[StageRequest]:
     """Return a request for each source, named after the last part of its path.
@@ -261,6 +274,7 @@ def requests_for(
             target=target,
             keep=keep,
             outside_links=outside_links,
+            follow_links=follow_links,
             trust_mtime=trust_mtime,
         )
         for one, source in zip(names, sources)

@@ -83,6 +83,7 @@ class TreeSource:
         retry: calls again after faults that pass.
         kind: "tree" or "file".
         outside_links: take symbolic links that leave the tree as they are.
+        follow_links: take what symbolic links lead to.
         rate: entries that are looked at per second at most; 0 for any.
     """
 
@@ -95,20 +96,27 @@ class TreeSource:
         kind: str = "tree",
         *,
         outside_links: bool = False,
+        follow_links: bool = False,
         rate: float = 0.0,
     ) -> None:
         self.kind = kind
         self._path = path
         self._retry = retry
         self._outside_links = outside_links
+        self._follow_links = follow_links
         self._rate = rate
 
     def plan(self) -> CopyPlan:
         """Look at the tree."""
         if self.kind == "file":
             return scan_file(self._path, self._retry)
-        links = self._outside_links
-        return scan_tree(self._path, self._retry, outside_links=links, rate=self._rate)
+        return scan_tree(
+            self._path,
+            self._retry,
+            outside_links=self._outside_links,
+            follow_links=self._follow_links,
+            rate=self._rate,
+        )
 
     def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading."""
@@ -124,6 +132,7 @@ class _TreeReader:
     def __init__(self, plan: CopyPlan, retry: Retry) -> None:
         self._plan = plan
         self._retry = retry
+        self._flags = _READ & ~os.O_NOFOLLOW if plan.follow_links else _READ
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Drop the source's pages: the node will have a copy, whose pages they would push out.
         self._drops = readers_for(plan.source_root) > 1
@@ -139,7 +148,7 @@ class _TreeReader:
     def _open(self, entry: TreeEntry) -> int:
         origins = self._plan.origins
         path = origins.get(entry.path, entry.path) if origins else entry.path
-        return os.open(path, _READ, dir_fd=self._top)
+        return os.open(path, self._flags, dir_fd=self._top)
 
     def _buffer(self) -> memoryview:
         """Return this thread's next buffer of two: one is filled while the other is written."""

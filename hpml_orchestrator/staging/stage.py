@@ -150,6 +150,9 @@ class CopyStager:
             digest=manifest.digest,
             kept=not job_of(os.path.dirname(os.path.realpath(path))),
             evicted=evicted,
+            broken_links=sum(
+                not os.path.exists(f"{path}/{name}") for name, _ in manifest.listing.symlinks
+            ),
         )
 
     @contextlib.contextmanager

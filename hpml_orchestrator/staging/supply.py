@@ -49,7 +49,14 @@ def open_source(
     kind = retry(lambda: kind_of(request))
     path, outside_links = request.source, request.outside_links
     if kind in {"tree", "file"}:
-        return TreeSource(path, retry, kind, outside_links=outside_links, rate=opens_per_second)
+        return TreeSource(
+            path,
+            retry,
+            kind,
+            outside_links=outside_links,
+            follow_links=request.follow_links,
+            rate=opens_per_second,
+        )
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
     return TarSource(path, kind, retry, most_bytes=most_bytes, outside_links=outside_links)
@@ -114,10 +121,9 @@ class Supply(ABC):
 
     def entry_keys(self, *, hashed: bool) -> list[str]:
         """Return the keys of suitable entries; the last is the key of an entry to be made."""
-        outside_links = f"outside_links={self.request.outside_links}"
         # A request without hashing is content with a copy that has digests.
         digests = (True,) if hashed else (True, False)
-        return [self._key(outside_links, f"hash={each}") for each in digests]
+        return [self._key(f"hash={each}") for each in digests]
 
     def _key(self, *options: str) -> str:
         """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
@@ -137,7 +143,8 @@ class Supply(ABC):
                 digest.update(b"%d:" % len(data))
                 digest.update(data)
 
-        add(real, self.kind, sorted(options))
+        links = (self.request.outside_links, self.request.follow_links)
+        add(real, self.kind, links, options)
         if not self.request.trust_mtime:
             digest.update(self.plan().fingerprint)
         if self.request.trust_mtime or not stat.S_ISDIR(info.st_mode):
@@ -161,7 +168,7 @@ class Supply(ABC):
             plan.bytes,
             plan.file_count,
             tree_digest(listing, hashing()),
-            {"outside_links": request.outside_links, SOURCE_KEY: self.source_key},
+            {SOURCE_KEY: self.source_key},
             listing,
         )
 

@@ -106,6 +106,9 @@ def test_links_that_lead_out_are_refused_unless_asked_for(desk: Stager) -> None:
     assert "out: " in Path(refused["output"]).read_text("utf-8")
     desk.hpml("run", "--local", "job.yaml", code=2)
     assert desk.run(outside_links=True)["state"] == "COMPLETED"
+    (desk.source / "gone").symlink_to("none")
+    ran = desk.run("sh", "-c", "test ! -L {stage.data}/out", follow_links=True)
+    assert "links that lead nowhere in the copy: 1" in Path(ran["output"]).read_text("utf-8")
 
 
 def test_the_time_limit_while_data_come_leaves_nothing(desk: Stager) -> None:

@@ -111,7 +111,16 @@ def test_what_staging_refuses_of_a_tree(tmp_path: Path) -> None:
     assert "sub/up: symbolic link that leaves the tree (../..)" in finding.message
     assert "sub/in" not in finding.message
     assert "outside_links: true" in finding.hint
+    assert "follow_links: true" in finding.hint
     assert found({"source": str(tree), "outside_links": True}) == []
+    (tree / "etc").unlink()
+    ((_, level, message),) = found({"source": str(tree), "follow_links": True})
+    assert (level, "/sub/in: symbolic link to a directory above it" in message) == ("error", True)
+    (tmp_path / "beside").mkdir()
+    for link in ("in", "up"):
+        (tree / "sub" / link).unlink()
+    (tree / "sub" / "on").symlink_to("../../beside")
+    assert found({"source": str(tree), "follow_links": True}) == []
     os.mkfifo(tree / "sub" / "pipe")
     ((code, _, message),) = found({"source": str(tree), "outside_links": True})
     assert code == "stage.refused"

@@ -115,6 +115,12 @@ def test_a_command_that_fails_leaves_nothing(node: Node, tree: Path) -> None:
     (tree / "pipe").unlink()
     path = node.stage(str(tree), "--to", "shm", "--outside-links", "--print", "path").out.strip()
     assert os.readlink(f"{path}/out") == "/etc/hostname"
+    (tree / "gone").symlink_to("none")
+    followed = node.stage(str(tree), "--to", "shm", "--follow-links", "--print", "path")
+    assert os.path.isfile(f"{followed.out.strip()}/out")
+    assert not os.path.islink(f"{followed.out.strip()}/out")
+    noted = node.stage(str(tree), "--to", "shm", "--follow-links")
+    assert "note: tree: links that lead nowhere in the copy: 1; `find " in noted.err
     failed = node.stage(str(tree / "0"), str(tree / "none"), "--to", "shm", "--json")
     assert failed.code == 3
     assert [staged["name"] for staged in failed.json()] == ["data_0"], "programs learn what is kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -124,6 +125,52 @@ def test_links_outside_are_refused(stager: CopyStager, source: Path, target: str
     with pytest.raises(StagingError, match=r"1 path\n  bad\\nlink: symbolic link"):
         stager.stage(shm(source))
     assert nothing_published(stager)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """Give a snapshot of the Hugging Face cache: a tree of links to files beside it."""
+    root = tmp_path / "models--a" / "snapshots" / "1f"
+    blobs = root.parents[1] / "blobs"
+    for directory in (root, blobs / "shards"):
+        directory.mkdir(parents=True)
+    (blobs / "weights").write_bytes(b"w" * 3_000_000)
+    (blobs / "shards" / "0").write_text("shard")
+    with (blobs / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+    for name in ("weights", "shards", "sparse"):
+        (root / name).symlink_to(f"../../blobs/{name}")
+    return root
+
+
+def test_links_are_followed_if_asked_for(stager: CopyStager, snapshot: Path) -> None:
+    """Files and directories stand where links led to them; the copy holds no link."""
+    with pytest.raises(StagingError, match="3 paths") as refused:
+        stager.stage(shm(snapshot))
+    assert "follow_links: true" in refused.value.hint
+    assert f"; {snapshot.parents[1]} is above the links" in refused.value.hint
+    asked = dataclasses.replace(shm(snapshot), follow_links=True)
+    result = stager.stage(asked)
+    path = Path(result.path)
+    assert (result.files, result.bytes, result.broken_links) == (3, 3_000_005 + (1 << 20), 0)
+    assert (path / "weights").read_bytes() == b"w" * 3_000_000
+    assert not any(each.is_symlink() for each in path.rglob("*"))
+    assert stager.stage(asked).reused
+    (snapshot / "shards").resolve().joinpath("0").write_text("other")
+    assert not stager.stage(asked).reused
+    assert (path / "shards" / "0").read_text() == "other"
+    (snapshot / "shards").resolve().joinpath("up").symlink_to("..")
+    with pytest.raises(StagingError, match="shards/up/shards: symbolic link to a directory above"):
+        stager.stage(asked)
+
+
+def test_links_that_lead_nowhere_are_counted(stager: CopyStager, snapshot: Path) -> None:
+    """Those that were taken as they are, and those of which nothing is left to follow."""
+    asked = dataclasses.replace(shm(snapshot), outside_links=True)
+    assert stager.stage(asked).broken_links == 3
+    assert stager.stage(asked).warning.startswith("data: links that lead nowhere in the copy: 3;")
+    (snapshot / "gone").symlink_to("../../blobs/none")
+    assert stager.stage(dataclasses.replace(asked, follow_links=True)).broken_links == 1
 
 
 def test_devices_fifos_and_sockets_are_refused(stager: CopyStager, source: Path) -> None:
