@@ -50,6 +50,7 @@ from hpml_orchestrator.script.directives import (
     whole_nodes,
     without_time,
 )
+from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def check_job(
         # break a limit.
         asked = effective_job(job, profile.directives) if profile else job
         cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
-        stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
+        here = None if on_slurm else environment
+        stages_answer = pool.submit(_stages, job, walk_seconds, here)
         software_answer = pool.submit(
             check_software,
             job.environment,
@@ -213,13 +215,20 @@ def check_job(
     return CheckReport(errors_first(findings), not_asked, notes, answer, not_checked)
 
 
-def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[CheckFinding], Sizes]:
+def _stages(
+    job: Job, seconds: float, here: Mapping[str, str] | None
+) -> tuple[list[CheckFinding], Sizes]:
+    """Check `stage`; for a job of this machine, whose environment is given, also the targets."""
     if not job.stage:
         return [], Sizes()
     from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
 
     findings, sizes = stages.check_stages(job, seconds=seconds)
-    return [*findings, *(stages.check_targets(job) if here else ())], sizes
+    if here is not None:
+        paths = node_paths(Path(job.workdir), here, chosen="none")  # no profile describes it
+        bases = {"shm": paths.ram, "local": paths.scratch}
+        findings += stages.check_targets(job, sizes, bases)
+    return findings, sizes
 
 
 def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error
@@ -19,10 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sizes:
-    """What will be staged to each node, in MiB, as far as known."""
+    """What will be staged to each node, in MiB by target, as far as known."""
 
-    disk_mib: int = 0
-    shm_mib: int = 0
+    mib: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def disk_mib(self) -> int:
+        """MiB of the target `local`."""
+        return self.mib.get("local", 0)
+
+    @property
+    def shm_mib(self) -> int:
+        """MiB of the target `shm`."""
+        return self.mib.get("shm", 0)
 
 
 def cpus_field(job: Job) -> str:

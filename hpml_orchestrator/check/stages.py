@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.texts import first_few, human_bytes
 from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import links_hint, shown
 from hpml_orchestrator.staging.plan import CIRCLE, NO_FILE, link_fault
 from hpml_orchestrator.staging.request import kind_at
+from hpml_orchestrator.staging.space import capacity_at, room_at
 from hpml_orchestrator.staging.store import NodeStore
 
 if TYPE_CHECKING:
@@ -67,17 +69,32 @@ def check_stages(
             _look(walk)
         except OSError as fault:
             findings.append(_no_source(stage, f"{place}.source", fault))
-            continue
         findings += _walk_findings(walk, f"{place}.source")
         _add(sizes, stage, walk)
     return findings, sizes
 
 
-def check_targets(job: Job) -> Iterator[CheckFinding]:
-    """Yield which target directories cannot be used on this machine.
+def check_targets(job: Job, sizes: Sizes, bases: Mapping[str, str]) -> Iterator[CheckFinding]:
+    """Yield which target directories cannot be used on this machine, or have too little room.
 
     Only for a job that runs here: the nodes' own directories are seen there alone.
+
+    Args:
+        job: a complete job.
+        sizes: of its data.
+        bases: the directories that `shm` and `local` mean here.
     """
+    for target, mebibytes in sizes.mib.items():
+        base, need = bases.get(target, target), mebibytes * _MEBIBYTE
+        with contextlib.suppress(OSError):  # a missing one is reported below
+            room = room_at(base)
+            index = next(index for index, stage in enumerate(job.stage) if stage.target == target)
+            message = f"the data are {human_bytes(need)}, and {human_bytes(max(0, room.bytes))} "
+            message += f"are available in {base} ({room.limit})"
+            hint = "choose another target; data that is kept there already needs no more room"
+            level = error if need > capacity_at(base) else warning
+            if need > room.bytes:
+                yield level("stage.room", f"stage.{index}.target", target, message, None, hint)
     for index, stage in enumerate(job.stage):
         if not stage.target.startswith("/"):
             continue
@@ -202,7 +219,4 @@ def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
         return
     else:
         mebibytes = -(-walk.size_bytes // _MEBIBYTE)
-    if stage.target == "local":
-        sizes.disk_mib += mebibytes
-    elif stage.target == "shm":
-        sizes.shm_mib += mebibytes
+    sizes.mib[stage.target] = sizes.mib.get(stage.target, 0) + mebibytes

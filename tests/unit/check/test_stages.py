@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.stages import check_stages, check_targets
 from hpml_orchestrator.spec.job import Job
 
@@ -141,7 +142,22 @@ def test_the_walk_through_data_ends(tmp_path: Path) -> None:
 
 def test_targets_of_this_machine() -> None:
     """Only those given by path: hpml chooses the others itself."""
-    (finding,) = check_targets(job({"target": "/nosuch/dir"}))
+    (finding,) = check_targets(job({"target": "/nosuch/dir"}), Sizes(), {})
     assert (finding.code, finding.field) == ("stage.target", "stage.0.target")
     assert finding.message.startswith("no such directory on this node")
-    assert list(check_targets(job({"target": "/dev/shm"}, {"name": "e", "target": "local"}))) == []
+    two = job({"target": "/dev/shm"}, {"name": "e", "target": "local"})
+    assert list(check_targets(two, Sizes(), {})) == []
+
+
+def test_data_that_do_not_fit_here() -> None:
+    """More than is free is a warning, because kept data may be there; more than all an error."""
+    two = job({"size": "900T", "target": "shm"}, {"name": "e", "size": "1M", "target": "local"})
+    _, sizes = check_stages(two, seconds=9)
+    (finding,) = check_targets(two, sizes, {"shm": "/dev/shm", "local": "/tmp"})
+    assert (finding.level, finding.field) == ("error", "stage.0.target")
+    assert "the data are 900.0 TiB, and " in finding.message
+    assert " are available in /dev/shm (" in finding.message
+    figures = os.statvfs("/tmp")
+    free = figures.f_bavail * figures.f_frsize
+    sizes.mib = {"local": (free + figures.f_blocks * figures.f_frsize) // 2 // 1024**2}
+    assert [each.level for each in check_targets(two, sizes, {"local": "/tmp"})] == ["warning"]
