@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _LIST_SECONDS = 10.0
 _END_SECONDS = 20.0  # the system ends this process, whatever it waits for
 _KILL_SECONDS = 1.0
+_WORDS = 8
+_MOST_BYTES = 16 * 1024**2
 _PYTHON = re.compile(r"python[\d.]*")
 _CODE = """\
 import sys
@@ -98,6 +101,7 @@ def record(attempt: Path, process: str, program: str) -> None:
         "python": python or None,
         "packages": installed(python, environment) if python else None,
         "modules": [*filter(None, environment.get("LOADEDMODULES", "").split(":"))],
+        "files": digests(process),
     }
     with contextlib.suppress(RecordError):
         write_json(attempt / SOFTWARE, found)
@@ -120,6 +124,18 @@ def _environment(process: str) -> dict[str, str]:
     except OSError:
         return {}
     return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+
+
+def digests(process: str) -> dict[str, str]:
+    """Return the SHA-256 of small files that a process's first words name, such as its script."""
+    found = {}
+    with contextlib.suppress(OSError):
+        words = os.fsdecode(Path(process, "cmdline").read_bytes()).split("\0")[1:_WORDS]
+        for path in (word for word in words if os.path.isabs(word)):
+            with contextlib.suppress(OSError):
+                if os.path.isfile(path) and os.path.getsize(path) <= _MOST_BYTES:
+                    found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
 
 
 def python_of(program: str, environment: Mapping[str, str]) -> str:

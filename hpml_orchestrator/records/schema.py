@@ -180,9 +180,18 @@ class _Provenance(TypedDict):
     git: GitRecord | None
 
 
+class ScriptRecord(TypedDict):
+    """The job's script as it was submitted."""
+
+    path: str
+    sha256: str
+    copy: str  # relative to the submission
+
+
 class ProvenanceRecord(_Provenance, total=False):
     """Code, versions, host and command line of a submission."""
 
+    script: ScriptRecord
     snapshot: SnapshotRecord
 
 
@@ -385,5 +394,6 @@ class SoftwareRecord(TypedDict, total=False):
     python: str | None
     packages: dict[str, str] | None
     modules: list[str]
+    files: dict[str, str]  # SHA-256 of those that the command names, by path
     nvidia_driver: str
     cuda: str

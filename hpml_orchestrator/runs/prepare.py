@@ -20,7 +20,7 @@ from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.runs.request import job_fields
-from hpml_orchestrator.runs.snapshot import Snapshot, find
+from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import archive
@@ -159,6 +159,10 @@ def prepare(
             git = provenance["git"]
             taken["dirty"] = git["dirty"] if git else taken["files"] > 0
             provenance["snapshot"] = taken
+        elif job.script and (
+            kept := keep_script(job.script, directory, beside=not provenance["git"])
+        ):
+            provenance["script"] = kept
 
     site = rendered.site
     no_comment = leaves_out(site.site.directives if site else {}, "comment")

@@ -6,10 +6,12 @@ what `export-ignore` names, and a checkout would run filters.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import InputError
@@ -18,9 +20,8 @@ from hpml_orchestrator.records.texts import first_few, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    from hpml_orchestrator.records.schema import SnapshotRecord
+    from hpml_orchestrator.records.schema import ScriptRecord, SnapshotRecord
     from hpml_orchestrator.spec.job import Job
 
 MAX_UNTRACKED_BYTES = 100 * 1024**2
@@ -179,6 +180,27 @@ class Snapshot:
             return os.path.join(self.top, folder, text) if _is_within(inside, "..") else text
         copied = any(_is_within(name, "" if inside == "." else inside) for name in entries)
         return os.path.relpath(inside, folder or ".") if copied else text
+
+
+def keep_script(script: str, directory: Path, *, beside: bool) -> ScriptRecord | None:
+    """Copy a job's script into `directory`/script; return its digest, None if it cannot be read.
+
+    Args:
+        script: its path.
+        directory: of the submission.
+        beside: whether to copy also the files of its kind beside it, which it may import.
+    """
+    source, kept = Path(script), directory / "script"
+    try:
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        same = [one for one in source.parent.glob(f"*{source.suffix}") if one.is_file()]
+        small = beside and sum(one.stat().st_size for one in same) <= MAX_UNTRACKED_BYTES
+        kept.mkdir(mode=0o700)
+        for one in {source, *(same if source.suffix and small else ())}:
+            shutil.copyfile(one, kept / one.name)
+    except OSError:
+        return None
+    return {"path": script, "sha256": digest, "copy": f"script/{source.name}"}
 
 
 def find(job: Job) -> Snapshot:

@@ -51,6 +51,28 @@ def test_network_interfaces_of_a_site(
     assert f"\n{names}\n" in desk.hpml("logs")
 
 
+def test_show_names_a_script_that_changed_while_queued(tmp_path: Path) -> None:
+    """Outside git the record has the script as submitted, and its modules; `show` compares them."""
+    desk = Desk(tmp_path)
+    written = "import os, time\npath = os.environ['HPML_ATTEMPT_DIR'] + '/software.json'\n"
+    written += "while not os.path.exists(path): time.sleep(0.1)\n"
+    script = tmp_path / "train.py"
+    script.write_text(written)
+    (tmp_path / "model.py").write_text("layers = 2\n")
+    environment = {"python": sys.executable}
+    fields = {"name": "edited", "script": "train.py", "resources": {"time": "2m"}}
+    desk.hpml("run", "--local", desk.job(launcher="srun", **fields, environment=environment))
+    assert "changed " not in desk.hpml("show")
+    environment["setup"] = f"echo '# new' >> {script}"
+    ran = desk.json("run", "--local", desk.job(launcher="srun", **fields, environment=environment))
+    (line,) = [line for line in desk.hpml("show").splitlines() if line.startswith("changed ")]
+    assert f"{script} changed between submission and start; as submitted: " in line
+    copy = Path(line.split()[-1])
+    assert (copy.read_text(), script.read_text()) == (written, f"{written}# new\n")
+    assert (copy.parent / "model.py").read_text() == "layers = 2\n"
+    assert ran["id"] in str(copy)
+
+
 def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
     """It is a virtual environment; without it the check names the command that creates it."""
     desk = Desk(tmp_path)

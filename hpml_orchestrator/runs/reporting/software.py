@@ -27,6 +27,19 @@ def read_software(state: State) -> SoftwareRecord | None:
     return {**record, "file": str(attempt.directory / SOFTWARE)} if attempt and record else None
 
 
+def script_change(state: State, software: SoftwareRecord) -> str:
+    """Return a sentence if the script that ran is not the submitted one; else an empty text."""
+    try:
+        script = state.submission.record()["provenance"].get("script")
+        ran = script and software.get("files", {}).get(script["path"])
+    except (HpmlError, AttributeError, LookupError, TypeError):  # damaged
+        return ""
+    if not script or not ran or ran == script["sha256"]:
+        return ""
+    copy = state.submission.directory / script["copy"]
+    return f"{script['path']} changed between submission and start; as submitted: {copy}"
+
+
 def software_line(software: SoftwareRecord) -> str:
     """Return Python, packages, modules and driver in one line."""
     parts = [str(software.get("python") or "Python unknown")]

@@ -21,7 +21,7 @@ from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
 from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.runs.reporting.software import read_software, software_line
+from hpml_orchestrator.runs.reporting.software import read_software, script_change, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.scheduler.model import JobState
@@ -79,6 +79,7 @@ def summary_lines(
             **_hours(described),
             **_code(described),
             "attempt": [one_of_several] if number else [],
+            "changed": [*filter(None, [script_change(state, software) if software else ""])],
             "software": [software_line(software)] if software else [],
             "staged": staged,
             "collected": summary.collected_lines,
