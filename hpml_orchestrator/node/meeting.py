@@ -1,9 +1,9 @@
 """Whether the ranks of a node ever met; each rank of a program that is not distributed works alone.
 
 A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or as
-rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that worked for a minute, was
-looked at every 5 s and never had either has worked alone. If anything is in doubt, ranks count as
-met: after an MPI start, or if their sockets may not be read.
+rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that worked for a minute and
+had neither in any look, the last one in the second half of its life, has worked alone. If anything
+is in doubt, ranks count as met: after an MPI start, or if their sockets may not be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALONE = (
 """The warning about a node whose ranks never met."""
 
 MEETING_SECONDS = 5.0
-"""Between two looks."""
+"""From the start of the ranks to the first look; each later one comes after twice the time."""
 
 CPU_SECONDS = 10.0
 """A rank without so much CPU time may only wait for the processes of a container's daemon."""

@@ -69,7 +69,7 @@ class Watch:
         self._kill_at = math.inf
         self._to_kill: dict[tuple[int, int], None] = {}
         self._meeting = Meeting()
-        self._meet_at = math.inf
+        self._began = self._meet_at = math.inf
         self.binding: tuple[int, int] | None = None
         """Ranks that are bound as planned, and ranks that are not; None before any started."""
 
@@ -86,7 +86,7 @@ class Watch:
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
             self._meeting = Meeting()
             if len(self._ranks) > 1 or integer(os.environ, "SLURM_NNODES", 1) > 1:
-                self._meet_at = now + MEETING_SECONDS
+                self._began, self._meet_at = now, now + MEETING_SECONDS
         if self._due and now >= self._due[0]:
             self._due.pop(0)
             self._look(now)
@@ -146,7 +146,8 @@ class Watch:
         for local_rank in self._ranks:
             if family := self._family(processes, local_rank):
                 self._meeting.look(now, local_rank, processes, family)
-        self._meet_at = now + MEETING_SECONDS if self._meeting.is_possible else math.inf
+        # Ever rarer: the last look is in the second half of the ranks' life.
+        self._meet_at = 2 * now - self._began if self._meeting.is_possible else math.inf
 
     @property
     def _worked_alone(self) -> bool:

@@ -356,11 +356,11 @@ BEGUN = "print('begun', flush=True); sys.stdin.read()"
 @pytest.mark.parametrize(
     ("program", "env", "seconds", "said"),
     [
-        pytest.param("import sys\n", {}, 75, True, id="alone"),
+        pytest.param("import sys\n", {}, 85, True, id="alone"),
         pytest.param("import sys\n", {}, 60, False, id="not watched for long"),
         pytest.param("import sys\n", {"PMIX_RANK": "1"}, 75, False, id="ranks of MPI"),
-        pytest.param(LISTENING, {}, 75, False, id="with a port of Gloo or NCCL"),
-        pytest.param(CONNECTED, {}, 75, False, id="with torchrun's store"),
+        pytest.param(LISTENING, {}, 85, False, id="with a port of Gloo or NCCL"),
+        pytest.param(CONNECTED, {}, 85, False, id="with torchrun's store"),
     ],
 )
 def test_ranks_that_never_met(
