@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hpml_orchestrator.scheduler.slurm.reasons import LIMIT_HINTS
+
 NOT_CONFIGURED = "Slurm is installed here but not configured (no slurm.conf found)"
 NOT_CONFIGURED_HINT = (
     "on a machine without a cluster use --local (or --backend local); "
@@ -44,6 +46,13 @@ _NO_CONFIGURATION = re.compile(
 _NO_JOB = re.compile(r"invalid job id|job/step already complet|already complet", re.IGNORECASE)
 
 _HINTS: tuple[tuple[str, str], ...] = (
+    # Slurm has one text for all policies, "job submit limit, user's size and/or time limits"; only
+    # the word before it names the limit.
+    *LIMIT_HINTS,
+    (
+        r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?",
+        "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less",
+    ),
     (
         r"invalid account|account or account/partition",
         "name an account that you may use: `sacctmgr show associations user=$USER`",
@@ -71,10 +80,6 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"time limit|timelimit",
         "ask for less time, or for a partition that allows more: `sinfo --format='%P %l'`",
-    ),
-    (
-        r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?",
-        "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less",
     ),
     (
         r"node count",

@@ -14,6 +14,10 @@ from hpml_orchestrator.scheduler.slurm.messages import (
 )
 
 FAILED = "sbatch: error: Batch job submission failed: "
+POLICY = (
+    FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time "
+    "limits)\n"
+)
 REFUSALS = [
     (
         "sbatch: error: invalid partition specified: x\n" + FAILED + "Invalid partition name "
@@ -26,6 +30,11 @@ REFUSALS = [
         "configuration is not available\n",
         "memory",
     ),
+    ("sbatch: error: AssocMaxSubmitJobLimit\n" + POLICY, "submit fewer"),
+    ("sbatch: error: QOSMaxSubmitJobPerUserLimit\n" + POLICY, "submit fewer"),
+    ("sbatch: error: QOSMinGRES\n" + POLICY, "ask for more"),
+    ("sbatch: error: QOSMaxWallDurationPerJobLimit\n" + POLICY, "less time"),
+    ("sbatch: error: QOSMaxNodePerJobLimit\n" + POLICY, "ask for less;"),
     ("sbatch: error: Invalid generic resource (gres) specification\n", "GPUs"),
     ("sbatch: error: Invalid --mem specification\n", "memory"),
     ("sbatch: error: Invalid --time specification\n", ""),
@@ -38,15 +47,11 @@ REFUSALS = [
     ("sbatch: error: Batch script is empty!\n", "script"),
     ("sbatch: error: Batch script contains DOS line breaks (\\r\\n)\n", "script"),
     ("sbatch: fatal: Unable to process configuration file slurm.conf\n", "SLURM_CONF"),
+    (POLICY, "a limit of your account or QOS"),
     # Texts of src/common/slurm_errno.c that this machine could not be made to say:
     (FAILED + "Invalid account or account/partition combination specified\n", "account"),
     (FAILED + "Invalid qos specification\n", "QOS"),
     (FAILED + "Requested time limit is invalid (missing or exceeds some limit)\n", "time"),
-    (
-        FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time "
-        "limits)\n",
-        "time",
-    ),
     (FAILED + "Node count specification invalid\n", "fewer nodes"),
     (FAILED + "Unspecified error\n", ""),
 ]
