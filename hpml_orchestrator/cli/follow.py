@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -28,9 +27,6 @@ from hpml_orchestrator.runs.state import State, run_of
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
-
-# Slurm's reasons for a job that waits until somebody releases it, as `launch_failed_requeued_held`.
-_HELD = re.compile(r"requeued[ _]held|JobHeld(?:User|Admin)", re.IGNORECASE)
 
 
 def logs(
@@ -103,7 +99,7 @@ def follow(
     tail = Tail(run_of(submission).output, position=position)
     printer = _Printer(out)
     notices = _Notices()
-    hinted = over = False
+    over = False
 
     def print_rest() -> None:
         printer.write(tail.read_to_end())
@@ -111,14 +107,11 @@ def follow(
             printer.end_line()
 
     def show(state: State) -> None:
-        nonlocal hinted, over
+        nonlocal over
         over = state.over
         if output and state.over:  # the final state comes after the last line of output
             print_rest()
         notices.show(state, reason=not (summary and output and state.over))
-        if _HELD.search(state.reason) and not (hinted or state.over):
-            hinted = True
-            notice(_held(state))
         if output:
             printer.write(tail.read())
 
@@ -182,13 +175,6 @@ def _silence(state: State) -> str:
         if written and time.time() - written > QUIET_SECONDS and (life := read_life(state)):
             return life.silence
     return ""
-
-
-def _held(state: State) -> str:
-    return (
-        f"the job is held and does not start by itself: `scontrol release {state.job_id}` releases "
-        f"it unless an administrator holds it, `hpml cancel {state.submission.label}` cancels it"
-    )
 
 
 def _interrupted(label: str, again: str, *, over: bool) -> str:

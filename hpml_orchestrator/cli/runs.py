@@ -199,7 +199,7 @@ def _row(state: State) -> tuple[str, ...]:
         state.state,
         elapsed_text(state.started, state.ended),
         state.nodes or "-",
-        state.reason or "-",
+        state.why or "-",
     )
 
 

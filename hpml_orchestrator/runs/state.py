@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Run
+from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState, parse_state
 
@@ -105,6 +107,7 @@ class State:
     started: float | None = None
     ended: float | None = None
     limit_at: float | None = None  # when the scheduler ends it; None if it does not say so
+    expected_start: float | None = None  # while it waits, as far as the scheduler has planned it
     exit_code: int | None = None  # of the script; of an array its worst task's
     attempts: int = 0  # number of starts
     over: bool = False  # whether nothing more will happen by itself
@@ -146,6 +149,13 @@ class State:
     def text(self) -> str:
         """Its state, and why in parentheses."""
         return f"{self.state} ({self.reason})" if self.reason else self.state
+
+    @property
+    def why(self) -> str:
+        """Its reason, and when the scheduler expects it to start."""
+        if self.expected_start is None or self.expected_start < time.time():
+            return self.reason
+        return f"{self.reason}; expected start {clock_text(self.expected_start)}".lstrip("; ")
 
     @property
     def waits(self) -> bool:

@@ -23,6 +23,7 @@ from hpml_orchestrator.runs.state import (
 from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
+from hpml_orchestrator.scheduler.slurm.reasons import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -316,6 +317,7 @@ def _merge_status(
         started=status.started or (begun.time if begun is not None else None),
         ended=own.last_written if lost and own is not None else ended,
         limit_at=status.limit_at,
+        expected_start=status.expected_start,
         exit_code=exit_code,
         attempts=len(attempts),
         lost=lost,
@@ -365,7 +367,8 @@ def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], Recorded
         return "cancelled before it started"  # Slurm still prints why it waited
     if status.reason == "NonZeroExitCode" and status.exit_code is not None:
         return f"exit code {status.exit_code}"
-    return "" if status.reason == "None" else status.reason
+    reason = "" if status.reason == "None" else status.reason
+    return explain(reason, status.job_id) if status.state.waiting else reason
 
 
 def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:

@@ -96,6 +96,7 @@ class JobStatus:
         nodes: node list in Slurm's compact form; may be empty.
         submitted, started, ended: seconds since the epoch, None where not known.
         limit_at: when its time limit ends it, seconds since the epoch; None if that is not known.
+        expected_start: of a job that waits, as far as the scheduler has planned it.
         restarts: how often it was requeued.
         name: the job's name.
         directory: its working directory, which is the submission's directory.
@@ -113,6 +114,7 @@ class JobStatus:
     started: float | None = None
     ended: float | None = None
     limit_at: float | None = None
+    expected_start: float | None = None
     restarts: int = 0
     name: str = ""
     directory: str = ""

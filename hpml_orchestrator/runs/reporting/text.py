@@ -61,7 +61,7 @@ def summary_lines(
         for name, (count, last) in summary.signals.items()
     ]
     # The reason names one rank; leave it out where `binding` counts all of them.
-    reason = "" if summary.binding_failed else state.reason
+    reason = "" if summary.binding_failed else state.why
     described = describe(state, summary)
     number = 0 if life is None or len(life.attempts) == 1 else len(life.attempts)
     one_of_several = f"{number} of {number}: the figures below are of this attempt"
@@ -282,7 +282,7 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
             elapsed_text(task.started, task.ended),
             task.nodes or "-",
             "-" if task.exit_code is None else str(task.exit_code),
-            task.reason or "-",
+            task.why or "-",
         )
         for task in state.tasks
     ]

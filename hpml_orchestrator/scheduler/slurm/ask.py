@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing
 from hpml_orchestrator.scheduler.slurm.messages import (
     NOT_CONFIGURED,
@@ -72,6 +74,14 @@ def ask(
     except SchedulerUnavailable as error:
         hint = error.hint or _SILENT_HINTS.get(argv[0], SILENT_HINT)
         raise SchedulerUnavailable(error.message, hint=hint) from error
+
+
+def nodes_out_of_service(run: Runner) -> str:
+    """Return the cluster's nodes that are down or drained, and why; empty without an answer."""
+    argv = ["sinfo", "--all", "--noheader", "--list-reasons", "--format=%N (%E)"]
+    with contextlib.suppress(SchedulerUnavailable):
+        return first_few(ask(run, argv).stdout.splitlines(), none="")
+    return ""
 
 
 def slurm_error(command: str, done: Completed) -> SchedulerUnavailable:

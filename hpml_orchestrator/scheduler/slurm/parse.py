@@ -230,6 +230,8 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
     limit_at = parse_time(fields[7])
     if started and not limit_at:  # squeue prints NONE without a limit; the controller takes a year
         limit_at = started + _YEAR_SECONDS
+    # A held job that was requeued still shows its begin time as its start.
+    planned = state.waiting and not nodes and not re.search(r"h[eo]ld", fields[9], re.IGNORECASE)
     status = JobStatus(
         job_id=shown_id,
         state=state,
@@ -242,6 +244,7 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
         started=started,
         ended=parse_time(fields[7]) if state.over else None,
         limit_at=limit_at if started and restarts and not state.over else None,
+        expected_start=parse_time(fields[6]) if planned else None,
         restarts=int(count) if restarts and _number(count) else 0,
         name=fields[10],
         directory=fields[11],

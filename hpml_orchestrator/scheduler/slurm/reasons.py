@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+NODES_DOWN = "Nodes required for job are DOWN"
 _RELEASE = "`scontrol release {job}` lets it start"
 _LIMITS = "`sacctmgr show qos`, `sacctmgr show associations user=$USER` show the limits"
 _DOWN = "`sinfo --list-reasons` names the nodes that are out of service and why"
@@ -73,7 +74,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"ReqNodeNotAvail, Reserved.*", "its nodes are reserved", _RESERVED),
     (r"ReqNodeNotAvail.*|NodeDown", "nodes that it needs are out of service", _DOWN),
-    (r"Nodes required for job are DOWN.*", "", _DOWN),
+    (rf"{NODES_DOWN}[^;]*", "", _DOWN),  # unless the nodes follow
     (r"Partition(?:Down|Inactive)", "its partition starts no jobs now", "`sinfo --summarize`"),
     (
         r"Partition(?:Time|Node)Limit",

@@ -14,6 +14,7 @@ import pytest
 
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
+from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.cli.support import HPML, Hpml, Result, Shell, in_terminal
@@ -70,6 +71,18 @@ class Desk:
 def desk(shell: Shell, hpml: Hpml, slurm: FakeScheduler, tmp_path: Path) -> Desk:
     """Five runs."""
     return Desk(shell, hpml, slurm, tmp_path / "records")
+
+
+def test_list_and_show_say_why_a_job_waits_and_until_when(desk: Desk) -> None:
+    """Slurm's word, its meaning, the next step and the planned start."""
+    job, start = desk.slurm.jobs["4"], time.time() + 3600
+    for reason, expected, text in (
+        ("JobHeldUser", None, "JobHeldUser: you hold it; `scontrol release 4` lets it start"),
+        ("Resources", start, f"are in use; expected start {clock_text(start)}"),
+    ):
+        job.status = replace(job.status, reason=reason, expected_start=expected)
+        assert text in desk("list", "--name", "digits").out
+        assert text in desk("show", desk.sids[3]).out
 
 
 def test_options_of_list_select_runs(desk: Desk) -> None:

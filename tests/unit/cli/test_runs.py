@@ -411,7 +411,7 @@ def test_ctrl_c_in_the_midst_of_a_write() -> None:
         ("launch failed requeued held", True),
         ("launch_failed_requeued_held", True),
         ("JobHeldUser", True),
-        ("JobHeldAdmin", True),
+        ("JobHeldAdmin", False),  # whom an administrator holds, only an administrator releases
         ("Resources", False),
     ],
 )
@@ -445,5 +445,5 @@ def test_a_held_job_and_a_message_of_the_site(
     monkeypatch.setattr(client.PollSchedule, "DELAYS_SECONDS", (0.01,))
     ended = hpml("--records", str(tmp_path), "run", "--no-check", shell.job("held"))
     assert ended.err.count("hpml: sbatch: use partition [1mnew\n") == 1, ended.err
-    assert f"PENDING ({reason})" in ended.err
-    assert ended.err.count("`scontrol release 1` releases it") == held
+    assert f"PENDING ({reason}: " in ended.err
+    assert ended.err.count("`scontrol release 1` lets it start") == held

@@ -301,6 +301,16 @@ def test_a_dead_controller_is_not_asked_for_ever() -> None:
     assert clock.sleeps == []
 
 
+def test_nodes_that_a_job_waits_for_are_named() -> None:
+    """Slurm's words for it name no node; the question is asked only then, and may fail."""
+    words = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority"
+    waits = Completed(0, SQUEUE.stdout.replace("BeginTime", words))
+    runner = FakeRunner({"squeue": [waits] * 2, "sinfo": [Completed(0, "node2 (fan broke)\n")]})
+    assert slurm(runner).query(["7"])["7"].reason == f"{words}; out of service: node2 (fan broke)"
+    runner = FakeRunner({"squeue": [waits], "sinfo": [HANGS]})
+    assert slurm(runner).query(["7"])["7"].reason == words
+
+
 def test_one_id_is_asked_for_without_the_federation() -> None:
     """That takes one wait for a dead controller, not two; siblings are queried if it matters."""
     runner = FakeRunner({"squeue": [SQUEUE]})

@@ -12,6 +12,7 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     not_configured,
     transport_fault,
 )
+from hpml_orchestrator.scheduler.slurm.reasons import explain
 
 FAILED = "sbatch: error: Batch job submission failed: "
 POLICY = (
@@ -118,3 +119,38 @@ def test_no_such_job() -> None:
     assert not no_such_job("")
     assert not no_such_job("scancel: error: Kill job error on job id 2: Access/permission denied\n")
     assert not no_such_job("slurm_load_jobs error: Invalid job id specified\nmore\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("JobHeldUser", "you hold it; `scontrol release 7` lets it start"),
+        ("JobHeldAdmin", "who alone can release it"),
+        ("JobHoldMaxRequeue", "(MaxBatchRequeue) and is held; once the cause is mended"),
+        ("job requeued in held state", "`scontrol release 7`"),  # of SPECIAL_EXIT, too
+        ("launch failed requeued held", "`scontrol release 7`"),
+        ("BeginTime", "begin time"),
+        ("Resources", "in use"),
+        (
+            (
+                "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority "
+                "partitions"
+            ),
+            "`sinfo --list-reasons`",
+        ),
+        ("ReqNodeNotAvail, UnavailableNodes:node2", "out of service; `sinfo --list-reasons`"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "reserved; `scontrol show reservation`"),
+        ("PartitionDown", "starts no jobs"),
+        ("QOSMaxJobsPerUserLimit", "as many jobs run as"),
+        ("AssocMaxJobsLimit", "as many jobs run as"),
+        ("QOSGrpJobsLimit", "as many jobs run as"),
+        ("AssocMaxCpuMinutesPerJobLimit", "its size times its time limit"),
+        ("QOSMaxWallDurationPerJobLimit", "allows less time"),
+        ("QOSMaxGRESPerUser", "a limit of your account or QOS is reached"),
+    ],
+)
+def test_why_a_job_waits(reason: str, text: str) -> None:
+    """Slurm's word, what it means and what to do; a text that is not known stays as it is."""
+    assert explain(reason, "7").startswith(f"{reason}: ")
+    assert text in explain(reason, "7")
+    assert explain(f"New{reason}", "7") == f"New{reason}" or "requeued" in reason

@@ -62,6 +62,8 @@ def test_real_squeue_of_22_05() -> None:
     assert (found["1"].limit_at, found["7"].limit_at) == (None, None)
     assert found["7"].started is None, "a waiting job's start is a prediction"
     assert found["7"].reason == "BeginTime"
+    assert found["7"].expected_start is not None
+    assert found["5"].expected_start is None
     assert found["10"].started is None, "cancelled while it waited"
     assert found["11"].ended == 1795218607.0
     assert found["14"].name == "two\nlines"
