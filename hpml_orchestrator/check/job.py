@@ -74,6 +74,7 @@ class CheckReport:
         notes: what was decided for the job, a line each.
         not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
         answer: which partitions would accept the job; empty for the local backend.
+        start: when it would start, in words; empty if that is not known or was not asked.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
@@ -81,6 +82,7 @@ class CheckReport:
     notes: list[str] = field(default_factory=list)
     answer: ClusterAnswer = ClusterAnswer()  # noqa: RUF009 - frozen
     not_checked: list[str] = field(default_factory=list)
+    start: str = ""
 
     @property
     def errors(self) -> list[CheckFinding]:

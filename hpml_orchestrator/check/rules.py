@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
 
 _STAGED_TO = "/tmp"  # noqa: S108 - the default directory of `target: local`
-_BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
 _IMPLIED = {
     "gpus.type": "gpus.most",
     "gpus.none": "gpus.most",
@@ -48,15 +47,11 @@ class ClusterAnswer:
     Attributes:
         findings: what prevents the job from running, or may; errors first.
         partitions: names of those that would accept the job.
-        nodes: number of nodes that it needs.
-        idle_nodes: idle nodes that fit it, in the partition with most; None if nodes are hidden.
         not_checked: requests that were not compared with the cluster, such as `--signal=USR1@60`.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
     partitions: tuple[str, ...] = ()
-    nodes: int = 0
-    idle_nodes: int | None = None
     not_checked: tuple[str, ...] = ()
 
 
@@ -74,11 +69,6 @@ class _PartitionAnswer:
     @property
     def findings(self) -> list[CheckFinding]:
         return [*self.closed, *self.limits, *self.accounting, *self.others]
-
-    @property
-    def idle_nodes(self) -> int:
-        free = [node for node in self.nodes if node.up and not node.states & _BUSY]
-        return sum("IDLE" in node.states for node in free)
 
 
 def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> ClusterAnswer:
@@ -107,14 +97,11 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     # enough.
     implied = {_IMPLIED.get(finding.code) for finding in findings}
     findings = errors_first(finding for finding in findings if finding.code not in implied)
-    idle = max((answer.idle_nodes for answer in usable), default=0)
     names = tuple(answer.partition.name for answer in usable)
     not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
-    return ClusterAnswer(
-        findings, names, request.nodes, idle if cluster.nodes else None, tuple(not_checked)
-    )
+    return ClusterAnswer(findings, names, tuple(not_checked))
 
 
 def _not_checked(request: JobRequest) -> Iterator[str]:

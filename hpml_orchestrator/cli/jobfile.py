@@ -240,7 +240,7 @@ def check(
     name = backend_name(backend, local=local)
     try:
         rendered = _rendered(context, job_file, settings, name)
-        report = check_rendered(rendered, name, store_of(context))
+        report = check_rendered(rendered, name, store_of(context), start=True)
     except InputError as fault:
         if not as_json:
             raise
@@ -272,21 +272,12 @@ def _print(report: CheckReport, backend: str, job: str) -> None:
         verdict = f"not checked against {where}: {report.not_asked}"
     else:
         names = report.answer.partitions
-        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report)}"
+        start = f" ({report.start})" * bool(report.start)
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{start}"
         if report.not_checked:
             verdict += f"; not checked: {', '.join(report.not_checked)}"
     count = len(report.warnings)
     typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
-
-
-def _start(report: CheckReport) -> str:
-    verdict = report.answer
-    if not verdict.partitions or verdict.idle_nodes is None:
-        return ""
-    idle = f"{counted(verdict.idle_nodes, 'node')} idle"
-    if verdict.idle_nodes >= verdict.nodes:
-        return f" ({idle})" if report.not_checked else f" (can start now, {idle})"
-    return f" ({idle} of the {verdict.nodes} it needs)"
 
 
 def _rendered(

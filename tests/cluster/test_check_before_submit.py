@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import HPML, Desk
+from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
 
 SHORT = {"time": "00:01:00"}
 
@@ -89,6 +90,33 @@ def test_nodes_that_are_down_are_told_and_waited_for(desk: Desk) -> None:
         assert "(fan broke)" in told.stdout
     finally:
         desk.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_the_start_is_the_one_that_slurm_plans(desk: Desk) -> None:
+    """Before and after a maintenance, on CPUs that a busy node still has, after another run."""
+    file = desk.job("soon", command=["true"], resources={"time": "1:00:00", "cpus_per_rank": 2})
+    busy = desk.submit("busy", command=["sleep", "600"], resources={"nodes": 2, "time": "20"})
+    assert "soon: OK, main would accept this job (can start now)" in desk.hpml("check", file).stdout
+    later = desk.job("later", command=["true"], after=[busy["id"]], resources=SHORT)
+    assert f"(waits for {busy['id']})" in desk.hpml("check", later).stdout
+    words = "StartTime=now+30minutes Duration=30 Nodes=ALL Flags=MAINT Users=root"
+    desk.slurm("scontrol", "create", "reservation", "ReservationName=maint", *words.split())
+    try:
+        told = desk.hpml("check", file).stdout
+        assert re.search(
+            r"\(waits for the end of maint, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d; "
+            r"with at most 00:(?:29|30):00 it can start now\)",
+            told,
+        ), told
+        waits = desk.submit("long", command=["true"], resources={"time": "1:00:00"})
+        desk.slurm("scontrol", "hold", str(waits["job_id"]))
+        listed = desk.hpml("list", "--name", "long").stdout
+        assert "JobHeldAdmin: an administrator holds it" in listed
+        desk.slurm("scontrol", "release", str(waits["job_id"]))
+        eventually(lambda: "; expected start 20" in desk.hpml("list", "--name", "long").stdout)
+    finally:
+        desk.slurm("scontrol", "delete", "reservation", "maint")
+        desk.hpml("cancel", "--all", "--yes")
 
 
 def test_placeholders_of_an_array(desk: Desk) -> None:

@@ -14,7 +14,7 @@ NOT_CONFIGURED_HINT = (
 
 _PREFIX = re.compile(
     r"^(?:sbatch|squeue|sacct|sacctmgr|scancel|scontrol|slurm_load_\w+|slurm_kill_job2?)"
-    r"(?:: (?:error|fatal|warning|info)| error)?: ?",
+    r"(?:: (?:error|fatal|warning|info)| error)?: ?|^allocation failure: ",
 )
 
 # The request may have reached the controller although no answer reached us. Observed with 22.05:

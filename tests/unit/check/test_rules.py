@@ -389,15 +389,6 @@ def test_what_no_node_of_the_cluster_has_is_reported_once() -> None:
     assert str(findings[0]).startswith("resources.gpus (h100:1): no node has the type of GPU h100")
 
 
-def test_idle_nodes_that_fit_are_counted() -> None:
-    """Of the partitions that would accept the job; without nodes nothing is known."""
-    verdict = check(job(partition="main,long", nodes=2), CLUSTER)
-    assert (verdict.partitions, verdict.nodes, verdict.idle_nodes) == (("main",), 2, 3)
-    assert check(job(gpus=1), CLUSTER).idle_nodes == 1
-    assert check(job(gpus=99), CLUSTER).partitions == ()
-    assert check(job(), dataclasses.replace(CLUSTER, nodes=())).idle_nodes is None
-
-
 @pytest.mark.parametrize(("value", "shown"), [(True, "true"), (False, "false")])
 def test_a_finding_shows_a_value_as_the_job_file_has_it(value: bool, shown: str) -> None:
     """Not as Python does."""
