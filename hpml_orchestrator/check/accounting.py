@@ -17,6 +17,7 @@ _FIELDS = {
     "mem": ("memory", "of memory"),
     "node": ("nodes", "nodes"),
     "gres/gpu": ("gpus", "GPUs"),
+    "job": ("", "jobs"),
 }
 _PER_NODE = ("cpu", "mem", "gres/gpu")
 _NOT_ABOUT_ACCOUNTS = {"nojobs", "nosteps", "wckeys"}
@@ -69,9 +70,6 @@ def accounting_limits(
         selection: its account and QOS.
         tres: what the whole job is charged with.
     """
-    # Without enforcement sacctmgr still shows limits, but Slurm ignores them.
-    if not {"limits", "safe"} & placement.cluster.limits.accounting_enforce:
-        return
     request = placement.request
     owners = list(_limit_owners(placement, selection))
     # Slurm takes the first owner that sets a limit and ignores the others, even stricter ones.
@@ -83,8 +81,10 @@ def accounting_limits(
             message = f"{name} allows at most {most} per job{_enforcement_note(owner)}"
             yield request.fault(_code("time", owner), "time", message, most)
     per_node = {name: tres[name] // request.nodes for name in _PER_NODE}
+    minutes = {kind: amount * request.minutes for kind, amount in tres.items()}
     for attribute, scope, amounts in (
         ("max_tres_per_job", "per job", tres),
+        ("max_tres_minutes_per_job", "x minutes per job", minutes),
         ("max_tres_per_node", "per node", per_node),
         ("max_tres_per_user", "for all jobs of a user", tres),
         ("group_tres", "for all its jobs together", tres),
@@ -98,12 +98,25 @@ def accounting_limits(
             bound = "requires at least" if at_least else "allows at most"
             message = f"{name} {bound} {_amount(resource, limit)} {scope}; "
             message += f"this job asks for {_amount(resource, wanted)}"
+            message += " x minutes" * (amounts is minutes)
             message += _enforcement_note(owner) * (not at_least)
             code = _code(resource.removeprefix("gres/"), owner)
             field, _ = _FIELDS[resource.partition(":")[0]]
             field = cpus_field(request.job) if resource == "cpu" else field
+            if amounts is minutes:
+                code, field = _code("minutes", owner), "time"
+            elif resource == "job":  # more than one job is never asked for
+                field = "qos" if isinstance(owner, Qos) else "account"
+                message = f"{name} lets no job run (its limit on running jobs is 0)"
+                message += _enforcement_note(owner)
             shown = size_text(limit) if resource == "mem" else str(limit)
             yield request.fault(code, field, message, shown)
+
+
+def shared_limits(placement: Placement, selection: AccountSelection) -> list[str]:
+    """Return whose limits running jobs fill, so that the job may wait for their end."""
+    owners = _limit_owners(placement, selection)
+    return [name for name, owner in owners if owner.max_tres_per_user or owner.group_tres]
 
 
 def _first_limits(
@@ -127,6 +140,9 @@ def _amount(resource: str, number: int) -> str:
 def _limit_owners(
     placement: Placement, selection: AccountSelection
 ) -> Iterator[tuple[str, Qos | Association]]:
+    # Without enforcement sacctmgr still shows limits, but Slurm ignores them.
+    if not {"limits", "safe"} & placement.cluster.limits.accounting_enforce:
+        return
     own = _qos_named(placement.cluster, placement.partition.qos)
     owners: list[tuple[str, Qos | Association]] = []
     if own is not None:

@@ -132,7 +132,10 @@ class Placement:
         return max(self.request.cpus, -(-memory // most)) if most and memory else self.request.cpus
 
     def tres(self, fitting: list[Node]) -> dict[str, int]:
-        """Return the TRES that the whole job is charged for, by Slurm's names; memory in MiB."""
+        """Return the TRES that the whole job is charged for, by Slurm's names; memory in MiB.
+
+        It counts as one `job`: the tasks of an array may run one after the other.
+        """
         nodes = self.request.nodes
         cpus = self.cpus * nodes
         if self.whole_nodes or self.cluster.limits.whole_nodes:
@@ -141,7 +144,7 @@ class Placement:
             cpus = max(cpus, sum(sorted(node.cpus for node in fitting)[:nodes]))
         gpus = {f"gres/gpu:{kind}": count * nodes for kind, count in self.request.gpus if kind}
         gpus["gres/gpu"] = sum(count for _, count in self.request.gpus) * nodes
-        return {"cpu": cpus, "node": nodes, "mem": self.memory_mib * nodes, **gpus}
+        return {"job": 1, "cpu": cpus, "node": nodes, "mem": self.memory_mib * nodes, **gpus}
 
 
 def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:

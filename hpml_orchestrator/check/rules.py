@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.accounting import AccountSelection, accounting_limits, select_account
+from hpml_orchestrator.check.accounting import (
+    AccountSelection,
+    accounting_limits,
+    select_account,
+    shared_limits,
+)
 from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
 from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
 from hpml_orchestrator.check.request import JobRequest, Placement, job_request
@@ -47,11 +52,13 @@ class ClusterAnswer:
     Attributes:
         findings: what prevents the job from running, or may; errors first.
         partitions: names of those that would accept the job.
+        shared_limits: whose limits running jobs fill, such as `QOS long`.
         not_checked: requests that were not compared with the cluster, such as `--signal=USR1@60`.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
     partitions: tuple[str, ...] = ()
+    shared_limits: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
 
 
@@ -101,7 +108,9 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
-    return ClusterAnswer(findings, names, tuple(not_checked))
+    placements = [Placement(request, answer.partition, cluster) for answer in usable[:1]]
+    shared = [name for placement in placements for name in shared_limits(placement, selection)]
+    return ClusterAnswer(findings, names, (*shared,), (*not_checked,))
 
 
 def _not_checked(request: JobRequest) -> Iterator[str]:

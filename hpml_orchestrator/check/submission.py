@@ -13,7 +13,7 @@ from hpml_orchestrator.check.finding import error
 from hpml_orchestrator.check.job import CLUSTER_SECONDS, DeadlineRunner, check_job, refusal
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
-from hpml_orchestrator.records.texts import printable
+from hpml_orchestrator.records.texts import first_few, printable
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
@@ -22,7 +22,7 @@ from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
-from hpml_orchestrator.scheduler.slurm.start import start_of
+from hpml_orchestrator.scheduler.slurm.start import NOW, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -147,14 +147,9 @@ def _refuse_unaccepted(
 def check_rendered(
     rendered: Rendered, name: str, store: Store, *, start: bool = False, **limits: Any
 ) -> CheckReport:
-    """Check a job that was rendered for the scheduler of that name.
+    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s.
 
-    Args:
-        rendered: the job and its script.
-        name: of the scheduler.
-        store: where records live.
-        start: whether to ask Slurm when it would start the job, if nothing else prevents it.
-        **limits: those of `check_job`.
+    With `start`, Slurm is asked when it would start a job that nothing prevents from running.
     """
     job = rendered.resolved.job
     report = check_job(
@@ -189,4 +184,6 @@ def _with_start(report: CheckReport, rendered: Rendered, store: Store) -> CheckR
         text = f"waits for {', '.join(run['run'] for run in waits)}"
     elif any(option.startswith(_LATER) for option in job.resources.extra):
         text = ""
+    elif text == NOW and report.answer.shared_limits:
+        text += f" unless running jobs fill limits of {first_few(report.answer.shared_limits)}"
     return replace(report, start=text)

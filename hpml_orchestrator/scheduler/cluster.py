@@ -169,7 +169,9 @@ class Association:
     default_qos: str = ""
     max_seconds: int | None = None
     max_tres_per_job: Mapping[str, int] = field(default_factory=dict)
+    max_tres_minutes_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_node: Mapping[str, int] = field(default_factory=dict)
+    max_tres_per_user: Mapping[str, int] = field(default_factory=dict)  # `job`: running at once
     group_tres: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -182,6 +184,7 @@ class Qos:
     max_seconds: int | None = None
     min_tres_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_job: Mapping[str, int] = field(default_factory=dict)
+    max_tres_minutes_per_job: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_node: Mapping[str, int] = field(default_factory=dict)
     max_tres_per_user: Mapping[str, int] = field(default_factory=dict)
     group_tres: Mapping[str, int] = field(default_factory=dict)

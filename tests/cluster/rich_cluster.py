@@ -52,7 +52,7 @@ NAMING = {
 # The words after `sacctmgr -i`, in order.
 ACCOUNTS = """\
 add account vip,course Description=x Organization=x
-add qos fast,slow,gpuq,tiny,grpq,minq,cap
+add qos fast,slow,gpuq,tiny,grpq,minq,cap,nojobs,minutes
 modify qos fast set MaxWall=00:30:00 Flags=DenyOnLimit
 modify qos slow set MaxTRESPerJob=cpu=8 MaxWall=01:00:00
 modify qos gpuq set MaxTRESPerJob=gres/gpu=2 Flags=DenyOnLimit
@@ -60,10 +60,12 @@ modify qos tiny set MaxTRESPerNode=cpu=2
 modify qos grpq set GrpTRES=cpu=4,node=2 MaxTRESPerUser=mem=3000
 modify qos minq set MinTRESPerJob=cpu=4
 modify qos cap set MaxTRESPerJob=node=2
+modify qos nojobs set MaxJobsPerUser=0
+modify qos minutes set MaxTRESMinsPerJob=cpu=40
 add user root account=vip
 add user games account=course
 modify account course set MaxWall=00:20:00 MaxTRES=cpu=4 GrpTRES=mem=6000
-modify user games account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq
+modify user games account=dev set qos+=fast,slow,gpuq,tiny,grpq,minq,nojobs,minutes
 modify user games account=course set qos=normal
 modify user root set qos+=fast,slow
 """

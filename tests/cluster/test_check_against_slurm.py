@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_l
 from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.spec.job import Job
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import eventually
+from tests.cluster.hpml_on_slurm import Desk, eventually
 from tests.cluster.rich_cluster import USER, as_user, enforce, rich_cluster
 
 COUNT = 150
@@ -47,7 +48,10 @@ CHOICES: dict[str, tuple[float, list[Any]]] = {
     ),
     "time": (0.5, ["00:10:00", "00:25:00", "00:45:00", "01:30:00", "03:00:00", "2-0", "8-0"]),
     "account": (0.3, ["dev", "course", "vip", "nope"]),
-    "qos": (0.3, ["normal", "fast", "slow", "gpuq", "tiny", "grpq", "minq", "nope"]),
+    "qos": (
+        0.3,
+        ["normal", "fast", "slow", "gpuq", "tiny", "grpq", "minq", "nojobs", "minutes", "nope"],
+    ),
     "constraint": (
         0.25,
         "cpu gpu avx512 rack1 avx512&gpu cpu&gpu nope cpu&nope".split(),  # others are not judged
@@ -123,3 +127,22 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
     assert outcomes["REFUSED"] >= 30
     if how == "NO":
         assert outcomes["PENDING"] >= 10
+
+
+def test_more_jobs_than_may_be_queued(site: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm itself is asked: `check` says what it refuses, and the hint is about that limit."""
+    desk = Desk(site, tmp_path)
+    file = desk.job("many", command=["true"], array="0-3", resources={"time": "5"})
+    limit = ("sacctmgr", "-i", "modify", "user", USER, "account=dev", "set")
+    desk.slurm(*limit, "MaxSubmitJobs=3")
+    try:
+        for words in (("check",), ("submit", "--no-check")):
+            told = desk.hpml(*words, file, code=None)
+            assert told.returncode != 0
+            assert "AssocMaxSubmitJobLimit" in told.stdout + told.stderr
+            assert "or submit fewer (array tasks count)" in told.stdout + told.stderr
+    finally:
+        desk.slurm(*limit, "MaxSubmitJobs=-1")
+    free = "can start now unless running jobs fill limits of QOS grpq"
+    told = desk.hpml("check", file, "--set", "resources.qos=grpq")
+    assert free in told.stdout

@@ -29,8 +29,8 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_qos,
     parse_records,
     parse_rows,
-    parse_tres,
     partition_from,
+    tres_and_jobs,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Runner
 
-_GROUP_FIELDS = "account,parentname,grptres"
+_GROUP_FIELDS = "account,parentname,grptres,grpjobs"
 _ACCOUNTING_SECONDS = 25.0  # optional, so not worth a long wait
 _GROUP_LIMITS_SECONDS = 10.0
 
@@ -121,7 +121,7 @@ def with_group_limits(
     arguments = [*which, f"format={_GROUP_FIELDS}"]
     text = _account(run or SubprocessRunner(), arguments, env, _GROUP_LIMITS_SECONDS)
     parents = {
-        row["account"]: (row["parentname"], parse_tres(row["grptres"]))
+        row["account"]: (row["parentname"], tres_and_jobs(row["grptres"], row["grpjobs"]))
         for row in parse_rows(text or "", _GROUP_FIELDS)
     }
 

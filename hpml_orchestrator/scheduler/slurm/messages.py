@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpml_orchestrator.scheduler.slurm.reasons import LIMIT_HINTS
+from hpml_orchestrator.scheduler.slurm.reasons import LIMITS
 
 NOT_CONFIGURED = "Slurm is installed here but not configured (no slurm.conf found)"
 NOT_CONFIGURED_HINT = (
@@ -46,9 +46,9 @@ _NO_CONFIGURATION = re.compile(
 _NO_JOB = re.compile(r"invalid job id|job/step already complet|already complet", re.IGNORECASE)
 
 _HINTS: tuple[tuple[str, str], ...] = (
-    # Slurm has one text for all policies, "job submit limit, user's size and/or time limits"; only
-    # the word before it names the limit.
-    *LIMIT_HINTS,
+    # One text for all policies, "job submit limit, user's size and/or time limits": the word
+    # before it names the limit.
+    *LIMITS,
     (
         r"submit limit|job ?count|accounting/qos policy|association.*limit|max.*jobs?",
         "a limit of your account or QOS is reached: wait until jobs have ended, or ask for less",

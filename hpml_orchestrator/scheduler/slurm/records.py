@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ASSOCIATION_FIELDS = (
-    "defaultaccount,cluster,account,partition,qos,defaultqos,maxwall,maxsubmit,"
-    "maxtres,maxtrespernode,grptres"
+    "defaultaccount,cluster,account,partition,qos,defaultqos,maxwall,maxjobs,"
+    "maxtres,maxtresmins,maxtrespernode,grptres,grpjobs"
 )
 """For `sacctmgr show user … withassoc format=…`, which alone also shows the default account."""
 
 QOS_FIELDS = (
-    "name,flags,maxwall,maxsubmitjobsperuser,mintres,maxtres,maxtrespernode,maxtresperuser,grptres"
+    "name,flags,maxwall,mintres,maxtres,maxtresmins,maxtrespernode,maxtresperuser,"
+    "maxjobsperuser,maxjobsperaccount,grptres,grpjobs"
 )
 """For `sacctmgr show qos format=…`."""
 
@@ -213,8 +214,10 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
+            max_tres_minutes_per_job=parse_tres(row["maxtresmins"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
-            group_tres=parse_tres(row["grptres"]),
+            max_tres_per_user=tres_and_jobs("", row["maxjobs"]),
+            group_tres=tres_and_jobs(row["grptres"], row["grpjobs"]),
         )
         for row in parse_rows(text, ASSOCIATION_FIELDS)
         if row["account"] and row["cluster"] in ("", cluster)
@@ -230,9 +233,12 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
             max_seconds=_seconds(row["maxwall"]),
             min_tres_per_job=parse_tres(row["mintres"]),
             max_tres_per_job=parse_tres(row["maxtres"]),
+            max_tres_minutes_per_job=parse_tres(row["maxtresmins"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
-            max_tres_per_user=parse_tres(row["maxtresperuser"]),
-            group_tres=parse_tres(row["grptres"]),
+            max_tres_per_user=tres_and_jobs(
+                row["maxtresperuser"], row["maxjobsperuser"], row["maxjobsperaccount"]
+            ),
+            group_tres=tres_and_jobs(row["grptres"], row["grpjobs"]),
         )
         for row in parse_rows(text, QOS_FIELDS)
         if row["name"]
@@ -271,6 +277,16 @@ def parse_tres(text: str) -> dict[str, int]:
         if kind and count is not None:
             counts[kind] = count
     return counts
+
+
+def tres_and_jobs(text: str, *jobs: str) -> dict[str, int]:
+    """Return `parse_tres` and, as the kind `job`, how many jobs may run at once.
+
+    >>> tres_and_jobs("cpu=16", "", "3", "2")
+    {'cpu': 16, 'job': 2}
+    """
+    counts = [count for number in jobs if (count := read_count(number)) is not None]
+    return parse_tres(text) | ({"job": min(counts)} if counts else {})
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:

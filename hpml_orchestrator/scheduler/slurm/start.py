@@ -1,7 +1,7 @@
 """Ask Slurm when it would start a job: `sbatch --test-only`, which submits nothing.
 
-Slurm knows what the queue, reservations, plugins and limits on submissions do to this job. It does
-not regard `--hold`, `--dependency` and limits on running jobs: they keep a job waiting later.
+It regards the queue, reservations, plugins and limits on submissions, but not `--hold`,
+`--dependency` and limits on running jobs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Runner
 
+NOW = "can start now"
 _START = re.compile(r"^sbatch: Job \d+ to start at (\S+)", re.MULTILINE)
 # Said while nodes are down or drained: sbatch itself takes such a job, which then waits.
 _TAKEN = re.compile(r"not available|busy|unavailable", re.IGNORECASE)
@@ -30,14 +31,9 @@ _NOW_SECONDS = 60.0  # by which the controller's clock may differ from this mach
 
 
 def start_of(script: str, run: Runner, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return when a job would start, in words, and sbatch's messages if it would refuse it.
+    """Return when Slurm would start a script's job, in words, and sbatch's messages if it refuses.
 
     Both are empty if Slurm does not say. Each call uses up one or two job ids.
-
-    Args:
-        script: the job's script.
-        run: starts commands.
-        env: of the submission.
 
     Raises:
         SchedulerUnavailable: a command does not exist or gave no answer in time.
@@ -51,14 +47,14 @@ def start_of(script: str, run: Runner, env: Mapping[str, str]) -> tuple[str, str
             answer = _START.search(done.stderr)
             unclear = transport_fault(done.stderr) or _TAKEN.search(done.stderr)
             refused = done.returncode > 0 and not unclear
-            return parse_time(answer[1]) if answer else None, done.stderr if refused else ""
+            return parse_time(answer[1]) if answer else None, done.stderr * refused
 
         start, refusal = test()
         now = time.time()
         if start is None:
             return "", refusal
         if start <= now + _NOW_SECONDS:
-            return "can start now", ""
+            return NOW, ""
         done = ask(run, ["scontrol", "--all", "show", "reservation"], env=env)
         for record in parse_records(done.stdout):
             begin, end = parse_time(record["StartTime"]), parse_time(record["EndTime"])
@@ -66,8 +62,7 @@ def start_of(script: str, run: Runner, env: Mapping[str, str]) -> tuple[str, str
                 continue
             text = f"waits for the end of {record['ReservationName']}, {clock_text(end)}"
             minutes = int(begin - now) // 60
-            shorter, _ = test(f"--time={minutes}") if minutes > 0 else (None, "")
-            if shorter is not None and shorter <= now + _NOW_SECONDS:
+            if minutes > 0 and (test(f"--time={minutes}")[0] or start) <= now + _NOW_SECONDS:
                 text += f"; with at most {format_time(minutes * 60)} it can start now"
             return text, ""
         return f"expected start {clock_text(start)}", ""

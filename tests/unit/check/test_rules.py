@@ -291,6 +291,12 @@ def test_of_each_limit_the_first_that_is_set_counts() -> None:
 def test_limits_per_node_per_user_of_groups_and_from_below() -> None:
     """Each TRES limit is reported with its scope; whole nodes count with all of their CPUs."""
     limits: dict[str, tuple[dict[str, int], dict[str, Any], str, str]] = {
+        "max_tres_minutes_per_job": (
+            {"cpu": 29},
+            {"cpus_per_rank": 3, "time": "10"},
+            "minutes.qos",
+            "at most 29 CPUs x minutes per job; this job asks for 30 CPUs x minutes; Slurm would",
+        ),
         "max_tres_per_node": ({"cpu": 2}, {"cpus_per_rank": 3}, "cpu.qos", "2 CPUs per node"),
         "max_tres_per_user": ({"mem": 3000}, {"memory": "4G"}, "mem.qos", "for all jobs of a user"),
         "group_tres": ({"node": 2}, {"nodes": 3}, "node.qos", "2 nodes for all its jobs together"),
@@ -312,6 +318,12 @@ def test_limits_per_node_per_user_of_groups_and_from_below() -> None:
         cluster = dataclasses.replace(CLUSTER, qos=(qos,))
         assert message in found(cluster, **asked)[code].message
     whole = dataclasses.replace(CLUSTER, qos=(Qos("normal", max_tres_per_job={"cpu": 7}),))
+    for most, codes in ((0, {"job.qos"}), (1, set())):
+        for name in ("max_tres_per_user", "group_tres"):
+            qos = Qos("normal", **{name: {"job": most}})  # type: ignore[arg-type]
+            cluster = dataclasses.replace(CLUSTER, qos=(qos,))
+            assert set(found(cluster)) == codes
+        assert check(job(), cluster).shared_limits == ("QOS normal",) * most
     assert set(found(whole, exclusive=True)) == {"cpu.qos"}
     assert found(whole, cpus_per_rank=7) == {}
 

@@ -136,8 +136,10 @@ def test_associations_and_qos() -> None:
             default_qos="high",
             max_seconds=1800,
             max_tres_per_job={"gres/gpu": 2, "mem": 10_240},
+            max_tres_minutes_per_job={"node": 90},
             max_tres_per_node={"cpu": 2},
-            group_tres={"cpu": 50},
+            max_tres_per_user={"job": 3},
+            group_tres={"cpu": 50, "job": 0},
         ),
     )
     assert cluster.qos == (
@@ -148,9 +150,10 @@ def test_associations_and_qos() -> None:
             max_seconds=172_800,
             min_tres_per_job={"cpu": 2, "gres/gpu": 1},
             max_tres_per_job={"cpu": 100, "mem": 65_536},
+            max_tres_minutes_per_job={"cpu": 600},
             max_tres_per_node={"cpu": 3},
-            max_tres_per_user={"gres/gpu:a100": 8},
-            group_tres={"mem": 1500, "node": 4},
+            max_tres_per_user={"gres/gpu:a100": 8, "job": 2},
+            group_tres={"mem": 1500, "node": 4, "job": 6},
         ),
     )
 
@@ -298,7 +301,7 @@ def test_the_version() -> None:
 
 
 # As 22.05.8 printed it, with one more level.
-TREE = "root|||\ncourse|physics|mem=6000M\nphysics|root|mem=8000M,cpu=4\ndev|root||\n"
+TREE = "root||||\ncourse|physics|mem=6000M|\nphysics|root|mem=8000M,cpu=4|0\ndev|root||\n"
 CLUSTER = Cluster(
     limits=ClusterLimits(cluster="c", accounting=True, accounting_enforce=frozenset({"limits"})),
     associations=(
@@ -312,7 +315,7 @@ def test_the_least_of_all_levels_counts() -> None:
     """From the association over its account up to the root."""
     run = FakeRunner({"sacctmgr": [Completed(0, TREE)]})
     course, dev = with_group_limits(CLUSTER, run, env={}).associations or ()
-    assert course.group_tres == {"cpu": 2, "node": 1, "mem": 6000}
+    assert course.group_tres == {"cpu": 2, "node": 1, "mem": 6000, "job": 0}
     assert dev.group_tres == {}
     assert "cluster=c" in run.calls[0].argv
 

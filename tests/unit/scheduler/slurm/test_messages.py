@@ -126,7 +126,7 @@ def test_no_such_job() -> None:
     [
         ("JobHeldUser", "you hold it; `scontrol release 7` lets it start"),
         ("JobHeldAdmin", "who alone can release it"),
-        ("JobHoldMaxRequeue", "(MaxBatchRequeue) and is held; once the cause is mended"),
+        ("JobHoldMaxRequeue", "requeued too often and held; once the cause is mended"),
         ("job requeued in held state", "`scontrol release 7`"),  # of SPECIAL_EXIT, too
         ("launch failed requeued held", "`scontrol release 7`"),
         ("BeginTime", "begin time"),
@@ -138,15 +138,15 @@ def test_no_such_job() -> None:
             ),
             "`sinfo --list-reasons`",
         ),
-        ("ReqNodeNotAvail, UnavailableNodes:node2", "out of service; `sinfo --list-reasons`"),
-        ("ReqNodeNotAvail, Reserved for maintenance", "reserved; `scontrol show reservation`"),
-        ("PartitionDown", "starts no jobs"),
+        ("ReqNodeNotAvail, UnavailableNodes:node2", "`sinfo --list-reasons`"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "`scontrol show reservation`"),
+        ("PartitionDown", "starts no jobs now"),
         ("QOSMaxJobsPerUserLimit", "as many jobs run as"),
         ("AssocMaxJobsLimit", "as many jobs run as"),
         ("QOSGrpJobsLimit", "as many jobs run as"),
-        ("AssocMaxCpuMinutesPerJobLimit", "its size times its time limit"),
-        ("QOSMaxWallDurationPerJobLimit", "allows less time"),
-        ("QOSMaxGRESPerUser", "a limit of your account or QOS is reached"),
+        ("AssocMaxCpuMinutesPerJobLimit", "size times time limit"),
+        ("QOSMaxWallDurationPerJobLimit", "ask for less time"),
+        ("QOSMaxGRESPerUser", "running jobs fill a limit"),
     ],
 )
 def test_why_a_job_waits(reason: str, text: str) -> None:
