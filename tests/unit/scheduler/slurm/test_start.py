@@ -11,7 +11,7 @@ from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.scheduler.slurm.start import start_of
 from hpml_orchestrator.testing.runner import FakeRunner
 
-NOW = int(time.time())
+NOW = 1_800_000_000
 AFTER = f"waits for the end of maint, {clock_text(NOW + 5400)}"
 POLICY = (
     "allocation failure: Job violates accounting/QOS policy (job submit limit, user's size and/or "
