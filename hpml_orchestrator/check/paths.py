@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
 from hpml_orchestrator.spec.load import is_image_file
+from hpml_orchestrator.spec.text import PER_RANK
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
@@ -29,6 +31,10 @@ _LOOPBACK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _OPTION_AND_VALUE = re.compile(r"(--?[A-Za-z][\w.-]*)\s+(\S.*)", re.DOTALL)
+_HOME = re.compile(r"(?:^|(?<==))~(?=/|$)")
+_VARIABLE = re.compile(
+    r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{([A-Z_][A-Z0-9_]*)\})"
+)  # ${name} is OmegaConf's
 _LAUNCHERS = {
     "mpirun": "load Open MPI's module in `environment.modules`",
     "horovodrun": "name the `environment.venv` or `conda` that Horovod is installed in",
@@ -45,6 +51,7 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding
     return [
         *_program(job, environment),
         *_words(job),
+        *_unexpanded(job),
         *_software(job.launcher, job.environment, environment),
     ]
 
@@ -58,6 +65,33 @@ def _words(job: Job) -> Iterator[CheckFinding]:
                 hint = f"write {match[1]}={match[2]}, or " if word.startswith("--") else "write "
                 hint += f"two entries: {match[1]} and {match[2]}"
                 yield warning("args.one_word", f"{place}.{index}", word, message, None, hint)
+
+
+def _unexpanded(job: Job) -> Iterator[CheckFinding]:
+    """Yield arguments and variables that a shell would change: no shell reads them."""
+    command, variables = job.command or [], job.environment.variables
+    words = [
+        *((f"args.{index}", word) for index, word in enumerate(job.args)),
+        *(
+            (f"command.{index}", word)
+            for index, (before, word) in enumerate(zip(["", *command], command, strict=False))
+            if not re.fullmatch("-[a-z]*c", before)  # of `bash -c`, which is a shell
+        ),
+        *((f"environment.variables.{name}", value) for name, value in variables.items()),
+    ]
+    for place, word in words:
+        names = {name for found in _VARIABLE.findall(word) for name in found}
+        written = _VARIABLE.sub(r"{env.\1\2}", _HOME.sub("{env.HOME}", word))
+        hint = f"write {written}"
+        if own := sorted(names & PER_RANK):
+            hint = f"read {first_few(own)} in the program: each rank has its own"
+        elif written == word:
+            is_pattern = "environment" not in place and re.search(r"[*?[]", word)
+            if not (is_pattern and any(glob.iglob(word, root_dir=job.workdir))):
+                continue
+            hint = "list the files, give their directory, or use `command: [bash, -c, LINE]`"
+        message = f"the program receives {word} as it is written: no shell expands it"
+        yield warning("args.unexpanded", place, word, message, None, hint)
 
 
 def _program(job: Job, environment: Mapping[str, str]) -> Iterator[CheckFinding]:

@@ -198,7 +198,8 @@ class Environment(Model):
     python: text.PathText = "python"
     """Interpreter, looked up after activation."""
     variables: Variables = Field(default={})
-    """Environment variables, taken literally."""
+    """Environment variables, with placeholders as in `args`; a leading `~/` is your home, and all
+    else is taken literally."""
     inherit: Literal["all", "minimal"] = "all"
     """What the job inherits from the environment of `hpml submit`: `all` except the variables of
     schedulers and launchers, or only what every login has."""
@@ -308,8 +309,8 @@ class Job(Model):
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
     `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,
     `{array.index}` the task's index, `{checkpoint.dir}` the directory of `checkpoint`,
-    `{local.dir}` and `{shm.dir}` an empty directory of the job on each node's disk and in its RAM;
-    all else is taken literally."""
+    `{local.dir}` and `{shm.dir}` an empty directory of the job on each node's disk and in its RAM,
+    a leading `~/` is your home; all else is taken literally."""
     array: Annotated[
         str | None,
         BeforeValidator(

@@ -334,7 +334,8 @@ def _drop_conflicting_defaults(
 def make_absolute(data: dict[str, object], base: Path) -> None:
     """Make the paths of a job's fields absolute, in place: the script against the workdir.
 
-    The fields are not validated yet; what is not a path is left as it is.
+    A leading `~/` of arguments and variables becomes the home, as in a shell. The fields are not
+    validated yet; what is not a path is left as it is.
     """
 
     def resolve(
@@ -369,6 +370,7 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
         )  # a relative one stays relative: it is in the run's directory
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
+    _expand_homes(data)
     environment = data.get("environment")
     resolve(environment, "venv")
     resolve(environment, "conda", may_be_name=True)
@@ -377,6 +379,12 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
     own = container if isinstance(container, dict) else {}
     if is_image_file(own.get("engine"), str(own.get("image"))):
         resolve(container, "image")
+
+
+def _expand_homes(data: dict[str, object]) -> None:
+    for field, word in [*_texts(data)]:
+        if _WITH_PLACEHOLDERS.match(field) and (word == "~" or word.startswith("~/")):
+            _set(data, field, os.path.expanduser(word))
 
 
 def is_image_file(engine: object, image: str) -> bool:

@@ -90,6 +90,38 @@ def test_an_option_and_its_value_in_one_word(tmp_path: Path, word: str, remedy: 
     assert all(one.hint.startswith(remedy) for one in findings)
 
 
+@pytest.mark.parametrize(
+    ("fields", "place", "remedy"),
+    [
+        ({"args": ["--data=~/x"]}, "args.0", "write --data={env.HOME}/x"),
+        ({"args": ["--out", "~/x"]}, "args.1", "write {env.HOME}/x"),  # as a point of a sweep
+        ({"args": ["$SCRATCH/${A_1}b"]}, "args.0", "write {env.SCRATCH}/{env.A_1}b"),
+        ({"args": ["--rank=$SLURM_PROCID"]}, "args.0", "read SLURM_PROCID in the program"),
+        ({"args": ["data/*.bin"]}, "args.0", "list the files"),
+        ({"command": ["true", "-n", "$HOME"]}, "command.2", "write {env.HOME}"),
+        (
+            {"environment": {"variables": {"LIBRARY": "/a:$LIBRARY"}}},
+            "environment.variables.LIBRARY",
+            "write /a:{env.LIBRARY}",
+        ),
+        ({"command": ["bash", "-lc", "ls ~/x $HOME *.bin"]}, "", ""),
+        ({"args": ["run=${name}", "a~/b", "$5", "none/*", "data/a.bin", "x?", "--re=^a$"]}, "", ""),
+    ],
+)
+def test_no_shell_reads_the_arguments(
+    tmp_path: Path, fields: dict[str, Any], place: str, remedy: str
+) -> None:
+    """What a shell would change reaches the program as it is written: the hint says what to do."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.bin").touch()
+    given = {"name": "j", "command": ["true"], "workdir": str(tmp_path), **fields}
+    findings = check_program(Job.model_validate(given), PATH)
+    assert [(one.code, one.level, one.field) for one in findings] == [
+        ("args.unexpanded", "warning", place)
+    ] * bool(place)
+    assert all(one.hint.startswith(remedy) for one in findings)
+
+
 def test_a_command_line_in_one_word(tmp_path: Path) -> None:
     """No program has that name: the hint shows how to write it."""
     job = Job.model_validate({"name": "j", "command": ["python x.py"], "workdir": str(tmp_path)})

@@ -143,6 +143,20 @@ stage:
     assert [stage.source for stage in job.stage] == [f"{tmp_path}/data", "/data/y", f"{home}/data"]
 
 
+def test_a_home_in_arguments_is_the_home_as_in_a_shell(load: Load) -> None:
+    """Only at the beginning of a word, also in variables; else a directory named ~ would appear."""
+    text = """
+name: a
+command: [~/bin/x, "~", ~/a b, --x=~/c, ~~, 3]
+args: [~/d]
+environment: {variables: {HF_HOME: ~/hf, N: 1}}
+"""
+    job, home = load(text, "args=[~/e, 1.50]").job, os.path.expanduser("~")
+    assert job.command == [f"{home}/bin/x", home, f"{home}/a b", "--x=~/c", "~~", "3"]
+    assert job.args == [f"{home}/e", "1.50"]
+    assert job.environment.variables == {"HF_HOME": f"{home}/hf", "N": "1"}
+
+
 def test_the_command_line_wins_and_the_last_of_it(load: Load) -> None:
     """Precedence: the last --set, an earlier one, the job file, the default."""
     text = f"{BASE}resources: {{nodes: 2, time: 5}}"
