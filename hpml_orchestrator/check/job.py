@@ -17,6 +17,7 @@ from hpml_orchestrator.check.binding import (
     shape_of_node,
 )
 from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
+from hpml_orchestrator.check.intent import check_intent
 from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
 from hpml_orchestrator.check.memory import check_memory
 from hpml_orchestrator.check.monitor import check_monitor
@@ -183,7 +184,7 @@ def check_job(
             timeout=cluster_seconds,
             on_nodes=on_slurm,
         )
-        findings = [*check_program(job, environment), *check_collect(job)]
+        findings = [*check_program(job, environment), *check_collect(job), *check_intent(job)]
         staging, sizes = stages_answer.result()
         findings += staging
         findings += check_records(records, on_nodes=on_nodes)

@@ -52,6 +52,8 @@ _STOPPED = {
     "requested": ("FAILED", "stopped as requested"),
 }
 """State and reason of an attempt whose ranks were asked to stop, by why."""
+_UNSAVED = "nothing was saved below"
+_SAVE_THERE = "pass {checkpoint.dir} to the program, or set checkpoint.directory to where it saves"
 # `srun: error: node1: tasks 2-3: Exited with exit code 7`, or strsignal's text of a signal.
 # Programs may print anything, so every repetition is bounded: no output takes long to search.
 _SRUN = (
@@ -150,6 +152,8 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     sys.stdout.write(f"{end.exit_code}\n")
     if future.get("why"):  # launchers print a lot about ranks that were ended
         outcome = "the run continues" if future["goes_on"] else "the run does not continue"
+        if _UNSAVED in end.reason and _SAVE_THERE not in end.reason:
+            outcome += f"; if the program saves elsewhere, {_SAVE_THERE}"
         sys.stderr.write(f"hpml: {printable(end.reason)}: {outcome}\n")
     now = time.time()
     write_json(directory / "ended.json", {**end._asdict(), **future, "time": round(now, 6)})
@@ -165,6 +169,7 @@ def _future(
     reached = progress_of(records)
     flags: list[bool] = []
     best: int | None = None
+    directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
     for earlier in Run(records.directory.parents[1]).attempts():
         ended = earlier.ended or {}
         if earlier.number < records.number:
@@ -177,7 +182,6 @@ def _future(
         # Programs that report no steps make progress if they write to their checkpoint directory.
         # Compare times of files with each other: this node's clock may differ from the server's.
         began = os.stat(records.directory / "head.json").st_mtime
-        directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
         flags.append(bool(directory) and written_since(directory, began))
     decision = continuation.decide(
         options,
@@ -196,8 +200,10 @@ def _future(
         "slowest_save": reached.slowest_save,
         "slowest_step": reached.slowest_step,
     }
-    if decision.stays:
-        future["stays"] = decision.stays
+    unsaved = decision.why and directory and not any(flags) and not written_since(directory, 0.0)
+    stays = f"{decision.stays}: {_SAVE_THERE}" if unsaved and decision.stays else decision.stays
+    if stays:
+        future["stays"] = stays
     if decision.why and end.state in ("COMPLETED", "FAILED"):
         state, words = _STOPPED[decision.why]
         if end.exit_code == 0:
@@ -205,8 +211,10 @@ def _future(
         elif "SIGKILL" not in end.reason:  # agents send it to ranks that have not stopped
             words = f"{words}: {end.reason}"
         end = Ending(end.exit_code, state, words)
+    if unsaved:
+        end = end._replace(reason=f"{end.reason}, {_UNSAVED} {directory}")
     if decision.why and not decision.goes_on:
-        reason = f"{end.reason}; {decision.stays}" if decision.stays else end.reason
+        reason = f"{end.reason}; {stays}" if stays else end.reason
         end = Ending(end.exit_code or continuation.EXIT_CONTINUED, end.state, reason)
     return end, future
 

@@ -243,6 +243,29 @@ def test_slow_nodes_are_left_out(site: Site, nodes: int) -> None:
     assert (Attempt(site.node.attempt).next or {})["exclude"] == ["n2", "n3"] * enough
 
 
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_nothing_was_saved_where_checkpoints_belong(site: Site, attempt: int) -> None:
+    """The end of the first attempt says so, and the last one's as well; what to do follows."""
+    for number in range(1, attempt + 1):
+        site.node.claim("17", SLURM_RESTART_COUNT=str(number))
+        site.node.attempt = site.node.run_directory / "attempts" / str(number)
+        end = {"exit_code": 0, "time": 1.0, "progress": False}
+        write_json(site.node.attempt.with_name(str(number - 1)) / "ended.json", end)
+    Attempt(site.node.attempt).request_stop("time_limit", by="n1", now=2.0)
+    saved = site.where / "saved"
+    saved.mkdir()
+    remedy = "pass {checkpoint.dir} to the program, or set checkpoint.directory to where it saves"
+    said = site.call("finish", "0", HPML_CHECKPOINT_DIR=str(saved))[1]
+    reason = (Attempt(site.node.attempt).ended or {})["reason"]
+    assert reason.startswith(f"time limit, nothing was saved below {saved}")
+    assert reason.endswith(remedy) == bool(attempt)
+    assert remedy in said
+    (saved / "step-1").touch()
+    os.utime(saved / "step-1", (1, 1))  # by an earlier attempt
+    said = site.call("finish", "0", HPML_CHECKPOINT_DIR=str(saved))[1]
+    assert remedy not in said
+
+
 def test_a_run_that_may_not_go_on_has_not_succeeded(site: Site) -> None:
     """Ranks that saved and ended with 0 leave a run that is not done."""
     for number in (1, 2):

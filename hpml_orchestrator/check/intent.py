@@ -1,0 +1,107 @@
+"""Warn of requests that are valid and rarely meant, by the job file and the program's own text."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.check.finding import CheckFinding, warning
+from hpml_orchestrator.spec.values import size_text
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.spec.job import Job
+
+_MOST_FILES, _MOST_BYTES = 30, 2**18
+_LITTLE_MIB = 256  # PyTorch alone takes more
+_TRAINS = re.compile(
+    r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm)\b", re.MULTILINE
+)
+_DISTRIBUTED = re.compile(
+    r"distributed|DataParallel|accelerat|lightning|deepspeed|horovod|mpi4py|composer|fairscale"
+    r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|hpml_ch|submitit",
+    re.IGNORECASE,
+)
+_INDEX = re.compile(r"\{array\.index\}|\{point\.|ARRAY_TASK_ID|HPML_POINT")
+_CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel|eckpoint)\b")
+
+
+def check_intent(job: Job) -> Iterator[CheckFinding]:
+    """Yield warnings about a job that would run, but hardly as its user means it.
+
+    Args:
+        job: a complete job.
+    """
+    resources, memory = job.resources, job.resources.memory
+    if memory and memory <= _LITTLE_MIB and (job.script or job.module):
+        message = f"is {size_text(memory)} per node: a bare number is MiB"
+        yield warning(
+            "memory.little", "resources.memory", memory, message, None, f"write {memory}G"
+        )
+    files = program_files(job)
+    if not files:
+        return
+    program, fields = os.path.basename(next(iter(files))), job.environment
+    named = [*job.args, *(job.command or ()), *fields.variables.values(), fields.setup or ""]
+    text = "\n".join([*named, *files.values()])
+    neither = f"neither the job file nor {program} names"
+    total = resources.nodes * resources.ranks
+    if total > 1 and _TRAINS.search(text) and not _DISTRIBUTED.search(text):
+        place = "ranks_per_node" if resources.ranks_per_node else "gpus"
+        place = place if resources.ranks > 1 else "nodes"
+        message = f"{total} ranks would each train alone and write the same files: {program} has "
+        message += "no distributed code"
+        hint = "give one rank, or use torch.distributed; an `array` runs it with several settings"
+        value = resources.written(place)
+        yield warning("ranks.alone", f"resources.{place}", value, message, 1, hint)
+    if job.tasks and len(job.tasks.indices) > 1 and not _INDEX.search(text):
+        message = f"all tasks would do the same: {neither} the task's index"
+        hint = "pass {array.index}, for example as --seed={array.index}"
+        yield warning("array.unused", "array", job.array, message, None, hint)
+    own = job.checkpoint
+    # An absolute directory was chosen for the program: it may be in a configuration file.
+    is_named = own.is_shared or f"{{run.dir}}/{own.directory}" in text or _CHECKPOINT.search(text)
+    if own.enabled and not is_named:
+        message = f"{neither} the directory of checkpoints: the next attempt would begin anew"
+        hint = "pass {checkpoint.dir}, or set `checkpoint.directory` to where the program saves"
+        yield warning("checkpoint.unused", "checkpoint", True, message, None, hint)
+
+
+def program_files(job: Job) -> dict[str, str]:
+    """Return the texts of a job's program and of the modules that it imports from beside it.
+
+    Empty if this machine has no such file. Keys are paths, the program's first as in the job file.
+    """
+    module = (job.module or ".").replace(".", "/")
+    words = [word for word in job.command or () if word.endswith((".py", ".sh"))]
+    names = [job.script or "", f"{module}.py", f"{module}/__main__.py", *words]
+    found: dict[str, str] = {}
+    for name in names:  # grows
+        path = os.path.join(job.workdir, name)
+        if path in found or len(found) == _MOST_FILES or not os.path.isfile(path):
+            continue
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
+            found[path] = stream.read(_MOST_BYTES)
+            names += _imports(path, found[path])
+    return found
+
+
+def _imports(path: str, text: str) -> Iterator[str]:
+    """Yield the files that a Python file may import from its own directory or the workdir."""
+    try:
+        nodes = [*ast.walk(ast.parse(text if path.endswith(".py") else ""))]
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            package = getattr(node, "module", None) or ""
+            for alias in node.names:
+                for dotted in {package, f"{package}.{alias.name}".strip(".")} - {""}:
+                    inner = dotted.replace(".", "/")
+                    for place in (os.path.dirname(path), ""):
+                        yield from (
+                            os.path.join(place, inner + end) for end in (".py", "/__init__.py")
+                        )
