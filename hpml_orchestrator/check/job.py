@@ -26,8 +26,8 @@ from hpml_orchestrator.check.paths import (
     check_collect,
     check_program,
     check_records,
+    check_shared,
     check_software,
-    is_one_machine,
 )
 from hpml_orchestrator.check.request import Sizes, cpus_field
 from hpml_orchestrator.check.rules import ClusterAnswer, check
@@ -44,6 +44,7 @@ from hpml_orchestrator.scheduler.local.resources import (
     memory_mb,
     short_hostname,
 )
+from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script.directives import (
     effective_job,
@@ -187,7 +188,7 @@ def check_job(
         findings = [*check_program(job, environment), *check_collect(job), *check_intent(job)]
         staging, sizes = stages_answer.result()
         findings += staging
-        findings += check_records(records, on_nodes=on_nodes)
+        findings += check_records(records)
         try:
             check_backend(job, backend)
             if dependencies:
@@ -201,6 +202,9 @@ def check_job(
         software, unseen = software_answer.result()
         findings += software
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
+    hosts = {node.name for node in cluster.nodes} if cluster else set()
+    if on_nodes and hosts != {short_hostname()}:
+        findings += check_shared(job, records)
     if not on_slurm:
         machine = LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]

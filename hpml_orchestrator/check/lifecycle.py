@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
-from hpml_orchestrator.check.paths import local_reason, unwritable
+from hpml_orchestrator.check.paths import unwritable
+from hpml_orchestrator.records.mounts import private_directory
 from hpml_orchestrator.records.progress import lead_seconds
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.script.directives import can_requeue, without_time
@@ -129,7 +130,7 @@ def _node_local(path: Path, job: Job, site: Site | None) -> str:
     for top in staged:
         if top and top.startswith("/") and path.is_relative_to(top):
             return top
-    return local_reason(path) or ("/dev/shm" if str(path) == "/dev/shm" else "")  # noqa: S108
+    return private_directory(str(path))
 
 
 def _space(path: Path, shown: str) -> Iterator[CheckFinding]:

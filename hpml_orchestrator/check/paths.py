@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.records.mounts import own_file_system, private_directory
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
 from hpml_orchestrator.spec.load import is_image_file
@@ -23,13 +24,8 @@ from hpml_orchestrator.spec.text import PER_RANK
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Environment, Job
 
-_OF_THIS_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
+_ON_EACH_NODE = ("//", "/usr/", "/opt/")
 _HELP_SECONDS = 10
-_SLURM_CONF = "/etc/slurm/slurm.conf"
-_LOOPBACK = re.compile(
-    r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
-    re.IGNORECASE | re.MULTILINE,
-)
 _OPTION_AND_VALUE = re.compile(r"(--?[A-Za-z][\w.-]*)\s+(\S.*)", re.DOTALL)
 _HOME = re.compile(r"(?:^|(?<==))~(?=/|$)")
 _VARIABLE = re.compile(
@@ -347,24 +343,50 @@ def _conda_environments(text: str) -> list[str] | None:
         return None
 
 
-def check_records(root: Path, *, on_nodes: bool) -> Iterator[CheckFinding]:
-    """Yield whether records cannot be written, or the nodes will not see them.
-
-    Args:
-        root: where records live.
-        on_nodes: whether the job runs on other machines than this one.
-    """
-    hint = "set HPML_HOME to a directory that you can write and the nodes see"
+def check_records(root: Path) -> Iterator[CheckFinding]:
+    """Yield whether records cannot be written."""
     place = unwritable(root)
     if place:
         message = f"{place} is not writable by you"
+        hint = "set HPML_HOME to a directory that you can write and the nodes see"
         yield error("records.unwritable", "--records", str(root), message, None, hint)
-    reason = local_reason(root)
-    if on_nodes and reason:
-        message = (
-            f"{root} is local to this machine ({reason}): the nodes cannot see the job's files"
-        )
-        yield warning("records.local", "--records", str(root), message, None, hint)
+
+
+def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
+    """Yield which paths of a job, which runs on other machines, are on this machine alone.
+
+    Args:
+        job: a complete job.
+        records: where records live.
+    """
+    software, own = job.environment, job.checkpoint
+    is_copied = job.snapshot or software.container is not None  # its records or image have it
+    places = {
+        "--records": str(records),
+        "workdir": "" if is_copied else job.workdir,
+        "script": "" if is_copied else job.script or "",
+        "environment.venv": software.venv or "",
+        "environment.conda": software.conda or "",
+        "environment.container.image": software.container.image if software.container else "",
+        **{f"stage.{index}.source": entry.source for index, entry in enumerate(job.stage)},
+        **{f"collect.{index}.target": entry.target for index, entry in enumerate(job.collect)},
+        # Below /tmp it is an error: `check_directory` looks at it.
+        "checkpoint.directory": "" if private_directory(own.directory) else own.directory,
+    }
+    alone: dict[str, list[str]] = {}
+    for place, path in places.items():
+        if path.startswith("/") and not f"{path}/".startswith(_ON_EACH_NODE):
+            alone.setdefault(private_directory(path) or own_file_system(path), []).append(place)
+    for reason in filter(None, alone):
+        first, *others = alone[reason]
+        path, also = places[first], f", as {first_few(others)}," if others else ""
+        message = f"{path}{also} is local to this machine ({reason}): the nodes cannot see it"
+        hint = "give a directory on the shared file system"
+        if first == "--records":
+            hint = "set HPML_HOME to a directory that the nodes see"
+        hint += "; `hpml init --probe` shows whether they see records"
+        code = "records.local" if first == "--records" else "paths.local"
+        yield warning(code, first, path, message, None, hint)
 
 
 def check_collect(job: Job) -> Iterator[CheckFinding]:
@@ -383,19 +405,3 @@ def unwritable(path: Path) -> str:
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     return "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else str(place)
-
-
-def local_reason(path: Path) -> str:
-    """Return why a directory seems to be local to this machine; empty if it does not."""
-    real = Path(os.path.realpath(path))
-    tops = (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top)
-    return next(tops, "")
-
-
-def is_one_machine(environment: Mapping[str, str]) -> bool:
-    """Return whether the cluster is this machine alone: its controller listens on loopback."""
-    try:
-        path = Path(environment.get("SLURM_CONF", _SLURM_CONF))
-        return _LOOPBACK.search(path.read_text("utf-8", errors="replace")) is not None
-    except OSError:
-        return False

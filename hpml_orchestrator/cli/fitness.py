@@ -16,7 +16,7 @@ from hpml_exporters.node.health import Health, read_health
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.files import names_in
-from hpml_orchestrator.records.mounts import read_mounts
+from hpml_orchestrator.records.mounts import is_served_type, read_mounts
 from hpml_orchestrator.records.texts import first_few
 
 _STUCK_SECONDS = 1.0  # between the two samples of processes
@@ -26,7 +26,6 @@ _CLOCK_ERROR_SECONDS = 1.0  # MUNGE allows minutes, but logs and timings should 
 _MANY_ZOMBIES = 100
 _FULL, _NEARLY_FULL = 0.98, 0.9
 _NVIDIA, _DISPLAY = "0x10de", ("0x0300", "0x0302")
-_SERVED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs")
 _SHOWN = 3
 _QUERY = {
     "remapped_rows.failure": "a memory row could not be replaced: exchange the GPU",
@@ -196,9 +195,7 @@ def _file_systems(health: Health) -> NodeFinding:
 
 def _served(proc: str) -> NodeFinding:
     points = [
-        mount.point
-        for mount in read_mounts(f"{proc}/self/mountinfo")
-        if mount.kind in _SERVED or mount.kind.startswith("fuse.")
+        mount.point for mount in read_mounts(f"{proc}/self/mountinfo") if is_served_type(mount.kind)
     ]
     silent = [point for point in points if _output(["stat", "-f", point], _MOUNT_SECONDS) is None]
     if silent:

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import check_directories
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import (
@@ -36,7 +37,7 @@ from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.progress import Tally
 from hpml_orchestrator.staging.request import TREE_SHARD
 from hpml_orchestrator.staging.source import BLOCK_BYTES, TreeSource
-from hpml_orchestrator.staging.space import Need, check_room, file_system_type, room_at
+from hpml_orchestrator.staging.space import Need, check_room, room_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import NamedTuple
 
+SHARED_TYPES = frozenset(
+    "9p afs beegfs beegfs_nodev ceph cifs fhgfs fuse.ceph-fuse fuse.dfuse fuse.glusterfs "
+    "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
+    "virtiofs wekafs".split()
+)
+"""File systems that nodes share: nothing is staged to them."""
+
+_UNKNOWN_TYPES = frozenset({"", "autofs"})
+
+_PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
+_EXPORTS = ("/var/lib/nfs/etab", "/etc/exports")
 _FIELDS = 6  # at least, before the separator
 
 
@@ -64,3 +76,65 @@ def plain_path(path: str) -> str:
     '/data sets'
     """
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+def is_served_type(kind: str) -> bool:
+    """Return whether the data of such a file system come from outside of the node.
+
+    >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
+    (True, True, False)
+    """
+    return kind in SHARED_TYPES or kind == "cvmfs2" or kind.startswith("fuse.")
+
+
+def is_own_type(kind: str) -> bool:
+    """Return whether such a file system is the node's own storage, read by its kernel.
+
+    >>> is_own_type("xfs"), is_own_type("tmpfs"), is_own_type("fuseblk"), is_own_type("9p")
+    (True, True, False, False)
+    """
+    return not (is_served_type(kind) or kind in _UNKNOWN_TYPES or kind.startswith("fuse"))
+
+
+def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
+    """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
+
+    By device number, and by the longest mount point where the number is not listed (btrfs).
+    """
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    real = os.path.realpath(path).rstrip("/") + "/"
+    best, longest = "", -1
+    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        # btrfs gives files of a subvolume another device number than mountinfo has. The mount point
+        # that is longest, and of equal ones the last, is then the one that the path is on.
+        if mount.device == wanted:
+            return mount.kind
+        point = mount.point.rstrip("/") + "/"
+        if real.startswith(point) and len(point) >= longest:
+            best, longest = mount.kind, len(point)
+    return best
+
+
+def private_directory(path: str) -> str:
+    """Return which of each machine's own directories, such as /tmp, has a path; empty for none."""
+    real = os.path.realpath(path)
+    return next((top for top in _PRIVATE if f"{real}/".startswith(f"{top}/")), "")
+
+
+def own_file_system(path: str) -> str:
+    """Return the type of the file system of this machine alone that a path is or will be on.
+
+    Empty if other machines may see it: that of a file server, one that this machine exports by
+    NFS, and one of an unknown type.
+    """
+    real = os.path.realpath(path)
+    for table in _EXPORTS:
+        with contextlib.suppress(OSError), open(table, encoding="utf-8", errors="replace") as lines:
+            words = [line.split(maxsplit=1)[0].strip('"') for line in lines if line.strip()]
+            if any(f"{real}/".startswith(f"{word.rstrip('/')}/") for word in words):
+                return ""
+    while not os.path.exists(real):
+        real = os.path.dirname(real)
+    kind = file_system_type(real)
+    return kind if is_own_type(kind) else ""

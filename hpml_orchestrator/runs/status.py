@@ -299,6 +299,8 @@ def _merge_status(
         exit_code = None
     over = status.state.over
     reason = _exceeded(status, own, asked) or _reason(status, own, asked)
+    if status.state is JobState.FAILED and own is None and base.backend == "slurm":
+        reason, exit_code = _unseen(submission, reason), exit_code or None
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
     # waits with Slurm's default credentials, that was its end.
@@ -371,6 +373,18 @@ def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], Recorded
     return explain(reason, status.job_id) if status.state.waiting else reason
 
 
+def _unseen(submission: Submission, reason: str) -> str:
+    """Return why a job failed of which no start is recorded: that, if its output is missing too."""
+    if run_of(submission).has_output():
+        return reason
+    said = f" ({reason})" if reason else ""
+    root = submission.directory.parents[1]
+    return (
+        f"nothing of this job reached its record{said}: do the nodes see {root}? Set HPML_HOME to "
+        "a directory that they see"
+    )
+
+
 def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
     """Return which limit ended a job, what was requested and how to raise it; else nothing."""
     end = (own.ended if own is not None else None) or {}
@@ -387,6 +401,8 @@ def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], Record
         words = status.reason  # the job's own record alone
     elif end.get("state") in states:
         words = str(end["reason"])
+    if end.get("stays"):  # more time would not help
+        return words
     return f"{words}: {requested}; raise it with --set resources.{field}=…"
 
 

@@ -6,12 +6,10 @@ import re
 from dataclasses import dataclass
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.records.mounts import is_own_type
 
 _BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
 _TOPOLOGY = "=== hpml topology ==="
-_SHARED = re.compile(
-    r"nfs|lustre|gpfs|beegfs|ceph|afs|9p|cifs|smb|fuse|panfs|orangefs|pvfs|wekafs|glusterfs|quobyte"
-)
 _MEMORY = ("tmpfs", "ramfs")
 _MODULE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./+@:=~-]{0,254}[A-Za-z0-9_+@=~-])?")
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
@@ -37,7 +35,7 @@ class ScratchDirectory:
     @property
     def shared(self) -> bool:
         """Whether other nodes may see it too."""
-        return bool(_SHARED.search(self.filesystem.lower()))
+        return not is_own_type(self.filesystem)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.records.mounts import file_system_type, is_own_type
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.request import AUTO, IN_PLACE, StageRequest, StageResult, kind_of
-from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, fits, is_own_type
+from hpml_orchestrator.staging.space import MEMORY_TYPES, fits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

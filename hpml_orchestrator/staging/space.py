@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import CapacityError
-from hpml_orchestrator.records.mounts import read_mounts
+from hpml_orchestrator.records.mounts import file_system_type, is_served_type, read_mounts
 from hpml_orchestrator.records.texts import human_bytes
 
 if TYPE_CHECKING:
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 """File systems whose files are in the node's memory."""
 
-SHARED_TYPES = frozenset(
-    "9p afs beegfs beegfs_nodev ceph cifs fhgfs fuse.ceph-fuse fuse.dfuse fuse.glusterfs "
-    "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
-    "virtiofs wekafs".split()
-)
-"""File systems that nodes share: nothing is staged to them."""
-
-_UNKNOWN_TYPES = frozenset({"", "autofs"})
-
 INODE_BYTES = 1024
 """Kernel memory for an inode and a name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
 
@@ -40,24 +31,6 @@ _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
 _NO_LIMIT = 1 << 60  # version 1 shows "no limit" as 2^63 rounded down to a page
 _READERS_OF_A_SERVER = 32
-
-
-def is_served_type(kind: str) -> bool:
-    """Return whether the data of such a file system come from outside of the node.
-
-    >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
-    (True, True, False)
-    """
-    return kind in SHARED_TYPES or kind == "cvmfs2" or kind.startswith("fuse.")
-
-
-def is_own_type(kind: str) -> bool:
-    """Return whether such a file system is the node's own storage, read by its kernel.
-
-    >>> is_own_type("xfs"), is_own_type("tmpfs"), is_own_type("fuseblk"), is_own_type("9p")
-    (True, True, False, False)
-    """
-    return not (is_served_type(kind) or kind in _UNKNOWN_TYPES or kind.startswith("fuse"))
 
 
 @dataclass(frozen=True)
@@ -133,26 +106,6 @@ def capacity_at(path: str) -> int:
     """
     figures = os.statvfs(path)
     return figures.f_blocks * figures.f_frsize or _UNLIMITED
-
-
-def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
-    """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
-
-    By device number, and by the longest mount point where the number is not listed (btrfs).
-    """
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    real = os.path.realpath(path).rstrip("/") + "/"
-    best, longest = "", -1
-    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
-        # btrfs gives files of a subvolume another device number than mountinfo has. The mount point
-        # that is longest, and of equal ones the last, is then the one that the path is on.
-        if mount.device == wanted:
-            return mount.kind
-        point = mount.point.rstrip("/") + "/"
-        if real.startswith(point) and len(point) >= longest:
-            best, longest = mount.kind, len(point)
-    return best
 
 
 def readers_for(path: str) -> int:

@@ -35,6 +35,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
+from hpml_orchestrator.records.mounts import SHARED_TYPES, file_system_type
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.texts import age_text
 from hpml_orchestrator.staging.faults import is_directory, shown, why
@@ -46,7 +47,7 @@ from hpml_orchestrator.staging.files import (
     unlock,
 )
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
-from hpml_orchestrator.staging.space import SHARED_TYPES, file_system_type, fits, room_without
+from hpml_orchestrator.staging.space import fits, room_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from hpml_orchestrator.check.paths import is_one_machine
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
+from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job, read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep

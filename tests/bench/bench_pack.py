@@ -28,7 +28,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from hpml_orchestrator.staging.space import file_system_type
+from hpml_orchestrator.records.mounts import file_system_type
 
 CPUS = len(os.sched_getaffinity(0))
 HPML = Path(sys.executable).parent / "hpml"

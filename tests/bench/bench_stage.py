@@ -32,7 +32,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from hpml_orchestrator.staging.space import file_system_type
+from hpml_orchestrator.records.mounts import file_system_type
 
 Way = Callable[[Path], list[str]]
 

@@ -216,6 +216,21 @@ def test_a_job_whose_node_fails_starts_again(desk: Desk, data: dict[str, str]) -
     assert "node" in first["reason"].lower()
 
 
+def test_records_that_the_nodes_do_not_see(desk: Desk) -> None:
+    """Each node has its own /tmp: Slurm finds no directory to run in, and the end says why."""
+    records = Path(desk.call("mktemp", "--directory", "--tmpdir=/tmp").stdout.strip())
+    desk.more["HPML_HOME"] = str(records)
+    try:
+        job = desk.run("unseen", command=["true"], resources={"time": "5:00"}, code=6)
+        shown = desk.hpml("show", job["id"]).stdout
+    finally:
+        desk.call("rm", "-r", records)
+    assert job["state"] == "FAILED"
+    assert job["reason"].startswith("nothing of this job reached its record")
+    assert f"do the nodes see {records}? Set HPML_HOME" in shown
+    assert "exit code 0" not in shown
+
+
 def test_without_accounting_ends_are_told_apart(bare: Desk) -> None:
     """Completed and failed jobs are known without sacct."""
     good = bare.run("good", command=["true"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
 
+_SLURM_CONF = "/etc/slurm/slurm.conf"
+_LOOPBACK = re.compile(
+    r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
 _VERSION_TIMEOUT_SECONDS = 15.0
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
 SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
@@ -52,6 +59,15 @@ def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     # SLURM_TIME_FORMAT gives epoch seconds, which no time zone or daylight saving makes ambiguous.
     # SLURM_BITSTR_LEN=0 keeps squeue from cutting an array's task list at 64 characters.
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+
+
+def is_one_machine(environment: Mapping[str, str]) -> bool:
+    """Return whether the cluster is this machine alone: its controller listens on loopback."""
+    try:
+        path = Path(environment.get("SLURM_CONF", _SLURM_CONF))
+        return _LOOPBACK.search(path.read_text("utf-8", errors="replace")) is not None
+    except OSError:
+        return False
 
 
 def ask(

@@ -10,11 +10,12 @@ import pytest
 from hpml_orchestrator.check.paths import (
     check_program,
     check_records,
+    check_shared,
     check_software,
-    is_one_machine,
 )
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
+from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.spec.job import Environment, Job
 from hpml_orchestrator.testing.runner import FakeRunner
 
@@ -323,26 +324,47 @@ def test_without_a_module_system_nothing_is_known(answer: Completed | Exception)
 
 
 @pytest.mark.parametrize(
-    ("root", "on_nodes", "code"),
+    ("fields", "records", "found"),
     [
-        ("/dev/shm/records", True, "records.local"),
-        ("/tmp/records", True, "records.local"),
-        ("/tmp/records", False, ""),
-        ("/usr/records", True, ""),
+        ({}, "/nfs/r", []),
+        ({}, "/tmp/r", ["--records"]),
+        ({"script": "/tmp/c/t.py", "workdir": "/tmp/c"}, "/tmp/r", ["--records"]),
+        ({"script": "/disk/t.py"}, "/nfs/r", ["script"]),
+        ({"script": "/disk/t.py"}, "/dev/shm/r", ["--records", "script"]),
+        ({"workdir": "/disk/c", "snapshot": True}, "/nfs/r", []),
+        ({"environment": {"venv": "/usr/v"}}, "/nfs/r", []),
+        ({"environment": {"conda": "ml"}}, "/nfs/r", []),
+        ({"environment": {"venv": "/disk/v"}}, "/nfs/r", ["environment.venv"]),
+        ({"stage": [{"name": "d", "source": "/disk/d"}]}, "/nfs/r", ["stage.0.source"]),
+        ({"collect": [{"source": "{local.dir}", "target": "{run.dir}"}]}, "/nfs/r", []),
+        ({"collect": [{"source": "{local.dir}", "target": "/disk/d"}]}, "/disk/r", ["--records"]),
+        ({"checkpoint": {"enabled": True}}, "/nfs/r", []),
+        ({"checkpoint": {"directory": "/disk/c"}}, "/nfs/r", ["checkpoint.directory"]),
+        ({"checkpoint": {"directory": "/tmp/c"}}, "/nfs/r", []),
     ],
 )
-def test_the_nodes_have_to_see_records(root: str, on_nodes: bool, code: str) -> None:
-    """A directory of this machine alone is a warning where the job runs on others."""
-    findings = check_records(Path(root), on_nodes=on_nodes)
-    assert [f.code for f in findings if f.code != "records.unwritable"] == [code] * bool(code)
+def test_the_nodes_have_to_see_what_a_job_names(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], records: str, found: list[str]
+) -> None:
+    """One warning for each file system of this machine alone, at the first path that is on it."""
+    own = "hpml_orchestrator.check.paths.own_file_system"
+    monkeypatch.setattr(own, lambda path: "" if path.startswith("/nfs/") else "ext4")
+    command = None if "script" in fields else ["true"]
+    job = Job.model_validate({"name": "j", "command": command, "workdir": "/", **fields})
+    findings = [*check_shared(job, Path(records))]
+    assert [one.field for one in findings] == found
+    codes = {one.field: one.code for one in findings}
+    assert codes == dict.fromkeys(found, "paths.local") | (
+        {"--records": "records.local"} if "--records" in found else {}
+    )
 
 
 def test_records_have_to_be_written(tmp_path: Path) -> None:
     """The directory may be new, but not below a file."""
     (tmp_path / "file").touch()
-    findings = check_records(tmp_path / "file" / "records", on_nodes=False)
+    findings = check_records(tmp_path / "file" / "records")
     assert [finding.code for finding in findings] == ["records.unwritable"]
-    assert list(check_records(tmp_path / "new" / "records", on_nodes=False)) == []
+    assert list(check_records(tmp_path / "new" / "records")) == []
 
 
 def test_a_cluster_of_one_machine(tmp_path: Path) -> None:

@@ -158,6 +158,17 @@ def test_the_reason_is_the_most_specific_one(
     assert read_json(submission.directory / "final.json")["reason"] == told
 
 
+def test_more_time_is_no_advice_for_a_run_that_saves_nothing(
+    world: World, submitted: Submission
+) -> None:
+    """It says why the run does not continue, and nothing else."""
+    attempt = world.starts(submitted, "1")
+    end = {"exit_code": 75, "state": "TIMEOUT", "reason": "time limit; 3 attempts", "time": 9.0}
+    write_json(attempt / "ended.json", {**end, "stays": "3 attempts", "goes_on": False})
+    world.scheduler.move("1", JobState("FAILED"), exit_code=75)
+    assert world.state(submitted).reason == "time limit; 3 attempts"
+
+
 def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(
     world: World, submitted: Submission
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
@@ -21,7 +22,6 @@ from hpml_orchestrator.staging.space import (
     Need,
     Room,
     check_room,
-    file_system_type,
     memory_headroom,
     room_at,
 )

@@ -17,12 +17,13 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing.shards import PackRequest, pack
+from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry, StagingStopped
 from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.source import TreeSource
-from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type
+from hpml_orchestrator.staging.space import MEMORY_TYPES
 from hpml_orchestrator.staging.supply import open_source
 from tests.patience import eventually
 
