@@ -1,7 +1,8 @@
 # Look at a node, for `hpml init --probe`: changes nothing, and needs only sh, df, awk and sed. It
 # prints one finding per line, separated by tabs, between two marks, so that a greeting of the login
 # shell does no harm. `hpml_orchestrator/site/node_probe.py` reads what it prints.
-# $1: directory of TmpFS; $2: `xml` where the hardware's description is wanted as well.
+# $1: directory of TmpFS; $2: `xml` where the hardware's description is wanted as well; $3: a new file
+# in the records' directory, if the node should see that.
 PATH=${PATH:-/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin}; export PATH; LC_ALL=C; export LC_ALL
 tab=$(printf '\t')
 place() { # name, directory
@@ -12,6 +13,10 @@ place() { # name, directory
 }
 echo '=== hpml look ==='
 printf 'host\t%s\n' "$(uname -n)"
+if test -n "$3"; then
+  seen=no; test -e "$3" && seen=yes
+  printf 'records\t%s\n' "$seen"
+fi
 place ram /dev/shm
 for name in SLURM_TMPDIR TMPDIR $(env | sed -n 's/^\([A-Za-z0-9_]*SCRATCH[A-Za-z0-9_]*\)=.*/\1/p') \
   LOCALDIR LOCAL_TMPDIR JOBFS PBS_JOBFS BBPATH; do

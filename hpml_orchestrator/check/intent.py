@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import re
@@ -25,6 +24,7 @@ _DISTRIBUTED = re.compile(
     r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|hpml_ch|submitit",
     re.IGNORECASE,
 )
+_IMPORT = re.compile(r"^\s*(?:from\s+\.*([\w.]*)\s+)?import\s+([\w.]+)", re.MULTILINE)
 _INDEX = re.compile(r"\{array\.index\}|\{point\.|ARRAY_TASK_ID|HPML_POINT")
 _CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel|eckpoint)\b")
 
@@ -38,9 +38,8 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
     resources, memory = job.resources, job.resources.memory
     if memory and memory <= _LITTLE_MIB and (job.script or job.module):
         message = f"is {size_text(memory)} per node: a bare number is MiB"
-        yield warning(
-            "memory.little", "resources.memory", memory, message, None, f"write {memory}G"
-        )
+        hint = f"write {memory}G for GiB"
+        yield warning("memory.little", "resources.memory", memory, message, None, hint)
     files = program_files(job)
     if not files:
         return
@@ -71,37 +70,24 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
 
 
 def program_files(job: Job) -> dict[str, str]:
-    """Return the texts of a job's program and of the modules that it imports from beside it.
+    """Return the texts of a job's program and of the modules beside it that it imports, by path.
 
-    Empty if this machine has no such file. Keys are paths, the program's first as in the job file.
+    The program comes first; empty if it is not a file of this machine.
     """
     module = (job.module or ".").replace(".", "/")
     words = [word for word in job.command or () if word.endswith((".py", ".sh"))]
     names = [job.script or "", f"{module}.py", f"{module}/__main__.py", *words]
+    paths = [os.path.join(job.workdir, name) for name in names]
     found: dict[str, str] = {}
-    for name in names:  # grows
-        path = os.path.join(job.workdir, name)
-        if path in found or len(found) == _MOST_FILES or not os.path.isfile(path):
+    for path in paths:  # grows
+        if len(found) == _MOST_FILES or not os.path.isfile(path):
             continue
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
             found[path] = stream.read(_MOST_BYTES)
-            names += _imports(path, found[path])
+        for package, name in _IMPORT.findall(found.get(path, "")):
+            for dotted in (package, f"{package}.{name}".strip(".")):
+                inner = dotted.replace(".", "/")
+                tops = {os.path.dirname(path): 0, job.workdir: 0}
+                near = [f"{top}/{inner}{end}" for top in tops for end in (".py", "/__init__.py")]
+                paths += [one for one in near if one not in paths]
     return found
-
-
-def _imports(path: str, text: str) -> Iterator[str]:
-    """Yield the files that a Python file may import from its own directory or the workdir."""
-    try:
-        nodes = [*ast.walk(ast.parse(text if path.endswith(".py") else ""))]
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in nodes:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            package = getattr(node, "module", None) or ""
-            for alias in node.names:
-                for dotted in {package, f"{package}.{alias.name}".strip(".")} - {""}:
-                    inner = dotted.replace(".", "/")
-                    for place in (os.path.dirname(path), ""):
-                        yield from (
-                            os.path.join(place, inner + end) for end in (".py", "/__init__.py")
-                        )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
-_MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench", "advise"})
+_MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench", "advise", "init"})
 """Commands that may be the first ones in a directory of records, also as `hpml sweep run`."""
 
 

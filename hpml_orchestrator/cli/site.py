@@ -27,6 +27,7 @@ from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
 
 
 def init(
+    context: typer.Context,
     output: Annotated[
         str,
         typer.Option(
@@ -68,7 +69,7 @@ def init(
         os.environ,
         writer=f"{os.environ.get('USER') or os.getuid()}@{gethostname()}",
         when=f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
-        look=probe,
+        look=store_of(context).root if probe else None,
     )
     written = save(profile, where, force=force) if where else []
     if as_json:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
+from hpml_orchestrator.records.mounts import own_file_system, private_directory
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.scheduler.command import (
     ConfigurationMissing,
     SubprocessRunner,
     check_configuration,
 )
-from hpml_orchestrator.scheduler.slurm.ask import slurm_version
+from hpml_orchestrator.scheduler.slurm.ask import is_one_machine, slurm_version
 from hpml_orchestrator.script.render import own_interpreter
 from hpml_orchestrator.site.profile import site_for, topology_faults
 from hpml_orchestrator.topology.sysfs import list_gpus
@@ -109,10 +110,16 @@ def _records(store: Store) -> DoctorFinding:
     try:
         store.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root):
-            return DoctorFinding("records", "ok", str(store.root))
+            pass
     except OSError as error:
         hint = "set HPML_HOME to a directory that you can write to and that the nodes see"
         return DoctorFinding("records", "missing", f"{store.root}: {error.strerror or error}", hint)
+    root, hint = str(store.root), ""
+    has_nodes = shutil.which("sbatch") is not None and not is_one_machine(os.environ)
+    if has_nodes and (kind := private_directory(root) or own_file_system(root)):
+        root += f" (local to this machine: {kind})"
+        hint = "`hpml init --probe` shows whether the nodes see it; else set HPML_HOME"
+    return DoctorFinding("records", "ok", root, hint)
 
 
 def _site(chosen: str) -> DoctorFinding:

@@ -48,7 +48,6 @@ class ProfileDraft:
     def to_json(self) -> dict[str, object]:
         """Return what was found, for programs."""
         limits, default = self.cluster.limits, self.cluster.default_partition
-        hosts = {kind: one.host for kind, one in self.probes.items() if isinstance(one, NodeProbe)}
         return {
             "cluster": limits.cluster,
             "slurm": release(limits.version),
@@ -59,7 +58,8 @@ class ProfileDraft:
                     "name": group.name,
                     "count": len(group.nodes),
                     "gpus": gpu_text(group.gpus) if group.gpus else "0",
-                    "looked_at": hosts.get(group.name),
+                    "looked_at": getattr(self.probes.get(group.name), "host", None),
+                    "sees_records": getattr(self.probes.get(group.name), "sees_records", None),
                 }
                 for group in self.groups
             ],
@@ -92,6 +92,8 @@ class ProfileDraft:
         refused = [
             f"not {kind}: {one}" for kind, one in self.probes.items() if isinstance(one, str)
         ]
+        blind = [kind for kind in probed if getattr(self.probes[kind], "sees_records", 1) is False]
+        unseen = f"{first_few(blind)} cannot see records: set HPML_HOME to a shared directory"
         rows = [
             (
                 "cluster",
@@ -106,6 +108,7 @@ class ProfileDraft:
             ("accounts", accounts),
             *[("probed", first_few(probed, none="no kind of node"))] * bool(self.probes),
             *[("", reason) for reason in refused[:_REFUSALS_SHOWN]],
+            *[("", unseen)] * bool(blind),
         ]
         return [f"{name:<11} {text}" for name, text in rows]
 
@@ -152,7 +155,7 @@ def initialise(
     *,
     writer: str,
     when: str,
-    look: bool = False,
+    look: Path | None = None,
 ) -> ProfileDraft:
     """Ask the cluster and return its profile; nothing is written yet.
 
@@ -161,7 +164,7 @@ def initialise(
         environment: of the process.
         writer: who asks, such as `ada@login1`.
         when: the date, as text.
-        look: whether to probe a node of each kind with a short srun.
+        look: directory of the records, to probe a node of each kind with a short srun.
 
     Raises:
         NotFoundError: there is no Slurm here.
@@ -187,7 +190,8 @@ def initialise(
             "jobs run without a profile, too",
         )
     groups = group_nodes(cluster)
-    probes = probe(cluster, groups, run, job_environment(environment, "minimal")) if look else {}
+    minimal = job_environment(environment, "minimal")
+    probes = probe(cluster, groups, run, minimal, look) if look else {}
     topologies = {
         kind: seen.topology
         for kind, seen in probes.items()

@@ -57,6 +57,7 @@ class NodeProbe:
     interfaces: tuple[Interface, ...] = ()  # the best first
     modules: tuple[str, ...] | None = None  # None without a `module` command
     topology: str = ""  # hwloc XML of version 2
+    sees_records: bool | None = None  # None if it was not asked
 
     @property
     def network(self) -> tuple[str, ...]:
@@ -87,10 +88,10 @@ class NodeProbe:
         return next(tmp_fs, largest)
 
 
-def command(tmp_fs: str, *, topology: bool) -> list[str]:
-    """Return the command of the probe as an argument list."""
+def command(tmp_fs: str, *, topology: bool, token: str = "") -> list[str]:
+    """Return the command of the probe as an argument list; `token` is a new file beside records."""
     script = assets.path("templates/look.sh").read_text("utf-8")
-    return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else ""]
+    return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else "", token]
 
 
 def parse(text: str) -> NodeProbe | None:
@@ -104,11 +105,13 @@ def parse(text: str) -> NodeProbe | None:
     places: dict[str, ScratchDirectory] = {}
     interfaces: list[Interface] = []
     modules: list[str] = []
-    host = ""
+    host, sees_records = "", None
     for line in lines.split("\n"):
         match line.split("\t"):
             case ["host", host]:
                 pass
+            case ["records", seen]:
+                sees_records = seen == "yes"
             case ["place", name, path, kind, total, free, writable] if (total + free).isdecimal():
                 place = ScratchDirectory(name, path, kind, int(total), int(free), writable == "yes")
                 places.setdefault(path, place)
@@ -127,4 +130,5 @@ def parse(text: str) -> NodeProbe | None:
         interfaces=tuple(interfaces),
         modules=tuple(names) if modules[:1] == ["modules yes"] else None,
         topology=xml if whole else "",
+        sees_records=sees_records,
     )

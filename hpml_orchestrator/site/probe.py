@@ -14,6 +14,7 @@ from hpml_orchestrator.site import node_probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hpml_orchestrator.scheduler.cluster import Cluster, Node
     from hpml_orchestrator.scheduler.command import Runner
@@ -28,7 +29,11 @@ _REASON_CHARS = 200
 
 
 def probe(
-    cluster: Cluster, groups: Sequence[NodeGroup], run: Runner, env: Mapping[str, str]
+    cluster: Cluster,
+    groups: Sequence[NodeGroup],
+    run: Runner,
+    env: Mapping[str, str],
+    records: Path,
 ) -> dict[str, node_probe.NodeProbe | str]:
     """Probe one idle node of each kind: kind -> the result, or why there is none.
 
@@ -37,19 +42,34 @@ def probe(
         groups: its kinds of nodes.
         run: starts commands.
         env: environment of srun; all of it travels to the node.
+        records: directory of the records, which the nodes should see.
     """
     name = f"hpml-probe-{secrets.token_hex(4)}"
+    token = records / f".{name}"
+    with contextlib.suppress(OSError):
+        records.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    look = partial(_probe, cluster, run=run, env=env, token=str(token) if token.exists() else "")
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = list(pool.map(partial(_probe, cluster, run=run, env=env, name=name), groups))
+            found = list(pool.map(partial(look, name=name), groups))
     except BaseException:
         _cancel(name, run, env)  # after Ctrl-C no probe may stay in the queue
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            token.unlink()
     return {group.name: seen for group, seen in zip(groups, found, strict=True)}
 
 
 def _probe(
-    cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], name: str
+    cluster: Cluster,
+    group: NodeGroup,
+    *,
+    run: Runner,
+    env: Mapping[str, str],
+    name: str,
+    token: str,
 ) -> node_probe.NodeProbe | str:
     # srun would wait in the queue for any other node, and a user waits for srun.
     idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
@@ -66,7 +86,8 @@ def _probe(
         argv.append(f"--mem={_MEMORY_MIB}M")
     reason = "it is in no usable partition"
     for options in _attempts(cluster, group, node):
-        command = [*argv, *options, *node_probe.command(cluster.limits.tmp_fs, topology=True)]
+        look = node_probe.command(cluster.limits.tmp_fs, topology=True, token=token)
+        command = [*argv, *options, *look]
         try:
             done = run.run(command, env=env, timeout=_TIMEOUT_SECONDS)
         except HpmlError as error:

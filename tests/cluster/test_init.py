@@ -49,6 +49,17 @@ def test_slurm_takes_jobs_through_the_profile(desk: Desk) -> None:
         assert desk.run(f"in-{name}", command=["true"], resources=resources)["state"] == "COMPLETED"
 
 
+def test_nodes_that_do_not_see_the_records(desk: Desk) -> None:
+    """Each has its own /tmp; a directory that they share is seen."""
+    seen = desk.json("init", "--probe", "-o", "seen.toml")["node_types"][0]
+    assert seen["sees_records"] is True
+    records = desk.call("mktemp", "--directory", "--tmpdir=/tmp").stdout.strip()
+    desk.more["HPML_HOME"] = records
+    told = desk.hpml("init", "--probe", "-o", "site.toml").stdout
+    desk.call("rmdir", records)
+    assert "a100x2 cannot see records: set HPML_HOME" in told
+
+
 def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
     """Disks of the node, not of this one; topology where lstopo is; no job is left."""
     programs = desk.directory / "bin"

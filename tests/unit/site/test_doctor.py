@@ -66,6 +66,20 @@ def test_launchers_of_mpi_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "`launcher: mpirun` needs Open MPI's" in other.found
 
 
+@pytest.mark.parametrize(("controller", "advised"), [("10.0.0.1", True), ("127.0.0.1", False)])
+def test_records_on_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller: str, advised: bool
+) -> None:
+    """Other nodes may not see them; a cluster of one machine does."""
+    (tmp_path / "slurm.conf").write_text(f"SlurmctldHost=c({controller})\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    put(tmp_path / "bin", *ANSWERS)
+    monkeypatch.setattr("hpml_orchestrator.site.doctor.own_file_system", lambda _path: "ext4")
+    records = found(Store(tmp_path / "records"))["records"]
+    assert ("local to this machine" in records.found, bool(records.hint)) == (advised, advised)
+
+
 def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's version, its controller, its accounting, and the GPUs are listed."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")

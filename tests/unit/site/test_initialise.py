@@ -120,6 +120,6 @@ def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
         "            not cpu: no node was idle",
     ]
     assert profile.to_json()["node_types"] == [
-        {"name": "a100x4", "count": 2, "gpus": "a100:4", "looked_at": None},
-        {"name": "cpu", "count": 1, "gpus": "0", "looked_at": None},
+        {"name": "a100x4", "count": 2, "gpus": "a100:4", "looked_at": None, "sees_records": None},
+        {"name": "cpu", "count": 1, "gpus": "0", "looked_at": None, "sees_records": None},
     ]

@@ -130,6 +130,18 @@ def test_the_script_is_plain_sh_and_takes_odd_names(shell: str, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == [odd.name]
 
 
+@pytest.mark.parametrize(("name", "seen"), [("token", True), ("none", False), ("", None)])
+def test_whether_the_node_sees_the_records(tmp_path: Path, name: str, seen: bool | None) -> None:
+    """By a new file in their directory, if one could be made."""
+    (tmp_path / "token").touch()
+    token = str(tmp_path / name) if name else ""
+    argv = command(str(tmp_path), topology=False, token=token)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    look = parse(done.stdout)
+    assert look is not None
+    assert look.sees_records is seen
+
+
 @pytest.mark.parametrize(
     ("version", "kept"), [("2.0", True), ("2.1", True), ("1.0", False), ("", False)]
 )
@@ -154,10 +166,10 @@ def test_topology_is_taken_from_lstopo_of_hwloc_2(version: str, kept: bool, tmp_
     assert look.topology == (xml if kept else "")
 
 
-def test_each_kind_is_looked_at_once_on_an_idle_node(small: Cluster) -> None:
+def test_each_kind_is_looked_at_once_on_an_idle_node(small: Cluster, tmp_path: Path) -> None:
     """One short srun per kind: a minute, one task, a node that is up, no waiting."""
     run = FakeRunner({"srun": [Completed(0, SEEN)]})
-    found = probe(small, group_nodes(small), run, {"PATH": "/bin"})
+    found = probe(small, group_nodes(small), run, {"PATH": "/bin"}, tmp_path)
     assert isinstance(found["a100x4"], NodeProbe)
     assert found["cpu"] == "it is in no usable partition"  # but in one that drains
     (call,) = run.calls
@@ -166,26 +178,26 @@ def test_each_kind_is_looked_at_once_on_an_idle_node(small: Cluster) -> None:
     assert call.env == {"PATH": "/bin"}
 
 
-def test_a_site_that_wants_gpus_asked_for_is_asked_so(small: Cluster) -> None:
+def test_a_site_that_wants_gpus_asked_for_is_asked_so(small: Cluster, tmp_path: Path) -> None:
     """After a refusal the same with a GPU."""
     run = FakeRunner({"srun": [REFUSED, Completed(0, SEEN)]})
     groups = group_nodes(small)[:1]
-    assert isinstance(probe(small, groups, run, {})["a100x4"], NodeProbe)
+    assert isinstance(probe(small, groups, run, {}, tmp_path)["a100x4"], NodeProbe)
     assert [word for word in run.calls[1].argv if word.startswith("--gres")] == [
         "--gres=gpu:a100:1"
     ]
     assert not [word for word in run.calls[0].argv if word.startswith("--gres")]
 
 
-def test_refusals_are_told_in_slurms_words(small: Cluster) -> None:
+def test_refusals_are_told_in_slurms_words(small: Cluster, tmp_path: Path) -> None:
     """The profile has the reason why a kind was not probed."""
     run = FakeRunner({"srun": [REFUSED]})
-    found = probe(small, group_nodes(small)[:1], run, {})
+    found = probe(small, group_nodes(small)[:1], run, {}, tmp_path)
     assert found == {"a100x4": "Unable to allocate resources: Invalid qos specification"}
     assert run.count("srun") == 2
 
 
-def test_kinds_without_an_idle_node_are_left_alone(small: Cluster) -> None:
+def test_kinds_without_an_idle_node_are_left_alone(small: Cluster, tmp_path: Path) -> None:
     """Nobody waits for a busy node, nor for one that is down."""
     run = FakeRunner({"srun": [Completed(0, SEEN)]})
     busy = tuple(
@@ -193,7 +205,7 @@ def test_kinds_without_an_idle_node_are_left_alone(small: Cluster) -> None:
         for node in small.nodes
     )
     cluster = replace(small, nodes=busy)
-    assert probe(cluster, group_nodes(cluster), run, {}) == {
+    assert probe(cluster, group_nodes(cluster), run, {}, tmp_path) == {
         "a100x4": "no node of this kind was idle",
         "cpu": "all nodes of this kind are out of service",
     }
@@ -201,11 +213,13 @@ def test_kinds_without_an_idle_node_are_left_alone(small: Cluster) -> None:
 
 
 @pytest.mark.parametrize("flag", ["BLOCKED", "RESERVED", "PERFCTRS", "POWERED_DOWN"])
-def test_an_idle_node_that_takes_no_job_now_is_left_alone(flag: str, small: Cluster) -> None:
+def test_an_idle_node_that_takes_no_job_now_is_left_alone(
+    flag: str, small: Cluster, tmp_path: Path
+) -> None:
     """Besides IDLE it has a flag that keeps jobs away: srun would get no answer in time."""
     run = FakeRunner({"srun": [Completed(0, SEEN)]})
     states = frozenset({"IDLE", flag})
     cluster = replace(small, nodes=tuple(replace(node, states=states) for node in small.nodes))
-    assert probe(cluster, group_nodes(cluster)[:1], run, {}) == (
+    assert probe(cluster, group_nodes(cluster)[:1], run, {}, tmp_path) == (
         {"a100x4": "no node of this kind was idle"}
     )
