@@ -124,11 +124,9 @@ def _next_job(records: Attempt) -> str:
     state = jobstate.ask(os.environ).state
     if state == "CANCELLED":
         return "the job was cancelled"
-    avoid = nodes_to_avoid(records) if options.avoid_failed_nodes else []
-    # Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever.
-    if avoid and not _leaves_enough(avoid):
-        _say(f"the next attempt may get {','.join(avoid)} again: its partition has no other nodes")
-        avoid = []
+    avoid: list[str] = []
+    if options.avoid_failed_nodes:
+        avoid = nodes_to_avoid(records, lambda command: _command(command).stdout, _say)
     refused = "the site forbids requeueing"
     if options.can_requeue:
         refused = "" if state == "REQUEUED" else _requeue(job_id)
@@ -241,14 +239,6 @@ def continuation_arguments(
         *([f"--array={index}"] if index is not None else []),
         script,
     ]
-
-
-def _leaves_enough(avoid: Sequence[str]) -> bool:
-    """Return whether the partition has enough nodes without these: else no job could start."""
-    partition = os.environ.get("SLURM_JOB_PARTITION", "")
-    done = _command(["sinfo", "--noheader", f"--partition={partition}", "--format=%D"])
-    nodes = sum(map(int, re.findall(r"\d+", done.stdout)))
-    return nodes - len(avoid) >= int(os.environ.get("SLURM_NNODES") or 1)
 
 
 def _excluded(job_id: str, avoid: Sequence[str]) -> str:

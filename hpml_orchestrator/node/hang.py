@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.node.processes import ProcessTable, StartedRank, catches, status_of
+from hpml_orchestrator.records.progress import NO_STACKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -130,7 +131,7 @@ def _stacks(pid: int, peer: Peer | None) -> str:
             text = stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
     except OSError as error:
         return f"no stacks: {error.strerror}"
-    return text or "no stacks: it wrote none in time"
+    return text or NO_STACKS
 
 
 def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int) -> None:

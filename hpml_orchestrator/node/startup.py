@@ -137,6 +137,7 @@ def claim(submission: str) -> int:
         head=node,
         nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
         node_count=int(os.environ.get("SLURM_NNODES") or 1),
+        partition=os.environ.get("SLURM_JOB_PARTITION", ""),
         **allocation(os.environ),
     )
     sys.stdout.write(f"{attempt.directory}\n")

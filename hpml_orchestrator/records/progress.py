@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.records.feed import is_number
+from hpml_orchestrator.records.run import Attempt
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.run import Attempt
+    from collections.abc import Callable
 
+NO_STACKS = "no stacks: it wrote none in time"
+"""What the file of a node's stacks says of a rank that does not react."""
+
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|future|inval|maint|\S*\*", re.IGNORECASE)
 _FIRST_LEAD_SECONDS = 300.0  # before any save was measured
 _LEAD_MARGIN_SECONDS = 15.0
 _LEAST_LEAD_SECONDS = 10.0
@@ -99,23 +105,59 @@ def end_margin(lead: float) -> float:
     return max(5.0, min(30.0, lead / 4))
 
 
-def nodes_to_avoid(attempt: Attempt) -> list[str]:
+def nodes_to_avoid(
+    attempt: Attempt, ask: Callable[[list[str]], str], say: Callable[[str], None]
+) -> list[str]:
     """Return the nodes that the next attempt should not get, by name.
 
-    These are nodes whose agent failed and, after a hang, nodes whose ranks are behind in steps.
+    Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever. So
+    nodes are left out only if the partition has enough others that can start jobs.
+
+    Args:
+        attempt: the run's last.
+        ask: runs a command of Slurm's and returns its output; empty if it fails.
+        say: prints a notice.
     """
+    suspects = _suspects(attempt)
+    if not suspects:
+        return []
+    begun = attempt.started.data if attempt.started else {}
+    where = [f"--partition={begun['partition']}"] if begun.get("partition") else []
+    listed = ask(["sinfo", "--noheader", "--Node", *where, "--format=%N %T"])
+    pairs = (line.split() for line in listed.splitlines())
+    usable = {pair[0] for pair in pairs if not _UNUSABLE.match(" ".join(pair[1:]))}
+    for earlier in attempt.directory.parent.glob("*/next.json"):  # the job may still exclude those
+        usable.difference_update((Attempt(earlier.parent).next or {}).get("exclude", ()))
+    if len(usable - suspects) >= int(_number(begun.get("node_count")) or 1):
+        return sorted(suspects)
+    names = ",".join(sorted(suspects))
+    say(f"the next attempt may get {names} again: its partition has too few other usable nodes")
+    return []
+
+
+def _suspects(attempt: Attempt) -> set[str]:
+    """Return nodes whose agent failed and, after a hang, nodes whose ranks caused it."""
     names = {str(marker["node"]) for marker in attempt.markers("failed") if marker.get("node")}
-    if (attempt.stop_request() or {}).get("reason") == "hang":
-        reached: dict[str, dict[int, float]] = {}
-        for event in attempt.milestones():
-            steps = _number(event.data.get("steps_total")) if event.event == "step" else None
-            if steps is not None and event.rank is not None:
-                reached.setdefault(event.node, {})[event.rank] = steps
-        # The ranks that hang are behind: the others got further before they had to wait for them.
-        slowest = {node: min(ranks.values()) for node, ranks in reached.items()}
-        most = max(slowest.values(), default=0.0)
-        names.update(node for node, steps in slowest.items() if steps < most)
-    return sorted(names)
+    if (attempt.stop_request() or {}).get("reason") != "hang":
+        return names
+    reached: dict[str, dict[int, float]] = {}
+    for event in attempt.milestones():
+        steps = _number(event.data.get("steps_total")) if event.event == "step" else None
+        if steps is not None and event.rank is not None:
+            reached.setdefault(event.node, {})[event.rank] = steps
+    # The ranks that hang are behind: the others got further before they had to wait for them.
+    slowest = {node: min(ranks.values()) for node, ranks in reached.items()}
+    most = max(slowest.values(), default=0.0)
+    behind = {node for node, steps in slowest.items() if steps < most}
+    if not behind:
+        # Where all stand at the same step, the rank that hangs is the one that cannot write its
+        # stacks: ranks that wait for it in a collective can.
+        files = {path.stem: path for path in (attempt.directory / "stacks").glob("*.txt")}
+        silent = {
+            node for node, path in files.items() if NO_STACKS in path.read_text("utf-8", "replace")
+        }
+        behind = silent if len(silent) < len(files) else set()
+    return names | behind
 
 
 def written_since(directory: str, since: float) -> bool:

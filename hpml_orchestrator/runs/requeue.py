@@ -23,7 +23,9 @@ from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
+from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
+from hpml_orchestrator.scheduler.slurm.ask import ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -147,6 +149,7 @@ def _continue(
                 scheduler,
                 environment,
                 clock,
+                notice,
             )
             if made:
                 return made
@@ -162,10 +165,13 @@ def _start(
     scheduler: Scheduler,
     environment: Mapping[str, str],
     clock: Callable[[], float],
+    notice: Callable[[str], None],
 ) -> str | None:
     """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
     checkpoint = recorded_job(submission).checkpoint
-    avoid = nodes_to_avoid(newest) if checkpoint.avoid_failed_nodes else []
+    avoid: list[str] = []
+    if checkpoint.avoid_failed_nodes and scheduler.name == "slurm":
+        avoid = nodes_to_avoid(newest, lambda argv: ask(SubprocessRunner(), argv).stdout, notice)
     request = replace(
         request_of(submission, environment),
         only=submission.index,

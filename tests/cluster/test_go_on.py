@@ -104,6 +104,25 @@ def test_a_run_is_requeued_as_it_was_asked(desk: Desk) -> None:
     assert "has completed" in desk.hpml("requeue", job["id"], code=2).stderr
 
 
+def test_the_only_usable_node_is_not_left_out(desk: Desk) -> None:
+    """A node failed and the other is drained: `hpml requeue` says so, and the run continues."""
+    job = start(desk, "only", resources={"time": "00:10:00", "nodes": 1})
+    started(desk, "only", 1)
+    (attempt,) = Path(job["directory"], "attempts").iterdir()
+    (node,) = (path.name.partition(".")[0] for path in (attempt / "nodes").glob("*.ready.json"))
+    (other,) = set(desk.cluster.nodes) - {node}
+    desk.hpml("cancel", job["id"])
+    over(desk, job)
+    (attempt / "nodes" / f"{node}.failed.json").write_text(json.dumps({"node": node}))
+    desk.slurm("scontrol", "update", f"NodeName={other}", "State=DRAIN", "Reason=test")
+    try:
+        notice = desk.hpml("requeue", job["id"]).stderr
+        assert over(desk, job)["state"] == "COMPLETED"
+    finally:
+        desk.slurm("scontrol", "update", f"NodeName={other}", "State=RESUME")
+    assert f"the next attempt may get {node} again" in notice
+
+
 def test_a_continuation_where_requeueing_is_forbidden(desk: Desk) -> None:
     """Another job continues the run, in the same records; both are found by their ids."""
     job = start(desk, "forbidden")

@@ -221,26 +221,48 @@ def test_a_continuation_is_submitted_once(site: Site) -> None:
     assert site.calls == ["scontrol requeue 17"]
 
 
-@pytest.mark.parametrize("nodes", [4, 3])
-def test_slow_nodes_are_left_out(site: Site, nodes: int) -> None:
-    """After a hang: nodes whose ranks are behind or whose agent failed, if enough others exist."""
-    site.says("sinfo --noheader", str(nodes))
-    write_text(site.node.attempt / "stop", '{"reason": "hang", "time": 1, "by": "n1"}\n')
-    for node, rank, steps in (("n1", 0, 5), ("n2", 1, 4), ("n3", 2, 5)):
-        log = site.node.attempt / "events" / f"{node}.jsonl"
-        events.append(log, "step", node=node, rank=rank, steps_total=steps)
-    write_json(site.node.attempt / "nodes" / "n3.failed.json", {"node": "n3"})
+@pytest.mark.parametrize(
+    ("others", "steps", "before", "excluded"),
+    [
+        ("n1 idle\nn4 mixed", (5, 4, 5), [], ["n2", "n3"]),
+        ("n1 idle\nn4 drained\nn5 down*\nn6 idle*", (5, 4, 5), [], []),
+        ("n1 idle\nn4 idle", (5, 4, 5), ["n4"], []),  # which an earlier attempt left out
+        ("n1 idle\nn4 idle", (5, 5, 5), [], ["n2", "n3"]),  # n2's rank wrote no stacks
+        ("n1 idle", (5, 4, 5), [], []),
+    ],
+)
+def test_slow_nodes_are_left_out(
+    site: Site, others: str, steps: tuple[int, ...], before: list[str], excluded: list[str]
+) -> None:
+    """Nodes whose agent failed or whose ranks hang, if enough others can start the job."""
+    site.says("sinfo --noheader", f"n2 idle\nn3 idle\n{others}")
+    Attempt(site.node.attempt).record_next("requeue", "17", exclude=before, now=1.0)
+    newest = site.node.attempt.with_name("1")
+    variables = {"SLURM_NNODES": "2", "SLURM_JOB_PARTITION": "main", "SLURM_RESTART_COUNT": "1"}
+    site.node.claim("17", **variables)
+    site.node.attempt = newest
+    (newest / "stacks").mkdir()
+    write_text(newest / "stop", '{"reason": "hang", "time": 1, "by": "n1"}\n')
+    for rank, step in enumerate(steps):
+        node = f"n{rank + 1}"
+        events.append(
+            newest / "events" / f"{node}.jsonl", "step", node=node, rank=rank, steps_total=step
+        )
+        stacks = "no stacks: it wrote none in time" if node == "n2" else "in all_reduce"
+        write_text(newest / "stacks" / f"{node}.txt", f"rank {rank}, process 7\n{stacks}\n")
+    write_json(newest / "nodes" / "n3.failed.json", {"node": "n3"})
     site.says("scontrol requeue", "")
     site.says("scontrol update", "")
     site.says("scontrol show", "JobId=17 JobName=x JobState=RUNNING ExcNodeList=n9 x=y")
     assert site.call("finish", "137")[0] == "137"
-    ended = Attempt(site.node.attempt).ended or {}
+    ended = Attempt(newest).ended or {}
     assert (ended["reason"], ended["why"]) == ("ranks hung: failed", "hang")
-    site.call("go-on", "137", SLURM_NNODES="2", SLURM_JOB_PARTITION="main")
+    _, notice = site.call("go-on", "137", **variables)
     calls = ["scontrol requeue 17", "scontrol update JobId=17 ExcNodeList=n9,n2,n3"]
-    enough = nodes == 4
-    assert [call for call in site.calls if "sinfo" not in call] == calls[: 1 + enough]
-    assert (Attempt(site.node.attempt).next or {})["exclude"] == ["n2", "n3"] * enough
+    assert [call for call in site.calls if "sinfo" not in call] == calls[: 1 + bool(excluded)]
+    assert "sinfo --noheader --Node --partition=main" in " ".join(site.calls)
+    assert ("may get n2,n3 again" in notice) != bool(excluded)
+    assert (Attempt(newest).next or {})["exclude"] == excluded
 
 
 @pytest.mark.parametrize("attempt", [0, 2])

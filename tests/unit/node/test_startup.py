@@ -36,7 +36,7 @@ END = {"exit_code": 0, "time": 1.0}
 def test_the_first_job_gets_the_run(node: Node) -> None:
     """It prints the attempt's directory and writes down its id, its head node and its start."""
     allocated = {"SLURM_JOB_CPUS_PER_NODE": "72(x2),36", "SLURM_GPUS_ON_NODE": "4"}
-    nodes = {"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+    nodes = {"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_PARTITION": "main"}
     status, out, err = node.claim("17", **nodes, **allocated)
     assert (status, out, err) == (0, f"{node.attempt}\n", "")
     assert (node.attempt / "started" / "job_id").read_text() == "17\n"
@@ -47,7 +47,7 @@ def test_the_first_job_gets_the_run(node: Node) -> None:
     (event,) = attempt.events()
     assert (event.event, event.node) == ("started", "batch")
     expected = {"job_id": "17", "attempt": 0, "head": "n1", "nodes": "n[1-3]", "node_count": 3}
-    expected |= {"cpus": 180, "gpus": 12}
+    expected |= {"cpus": 180, "gpus": 12, "partition": "main"}
     assert event.data == expected
     assert {path.name for path in node.attempt.iterdir()} >= {"nodes", "events", "binding"}
 
