@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 EXIT_CONTINUED = 75
 """Exit status of a script whose run continues in another job: not 0, since the run is not done."""
 
-_REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
+REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
+"""Why an attempt ended before the run was done, by Slurm's state."""
+
 _ASKED = ("time_limit", "preemption", "hang", "requested")  # not a search, which gives a point up
 _PATIENCE_SECONDS = 600.0
 _AGAIN_SECONDS = 5.0
@@ -78,9 +80,9 @@ def decide(
         done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
         why = "" if done else asked
         if asked == "preemption":  # agents use this for any SIGTERM; Slurm has the reason
-            why = why and _REASONS.get(state, why)
+            why = why and REASONS.get(state, why)
     else:
-        why = _REASONS.get(state, "")
+        why = REASONS.get(state, "")
     if not why or why not in (*options.requeue, "requested"):
         return Decision(why=why)
     if len(progress) >= options.attempts:

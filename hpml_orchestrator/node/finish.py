@@ -15,39 +15,43 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
+from hpml_orchestrator.errors import BindingError, StagingError
 from hpml_orchestrator.node import continuation
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.progress import progress_of, written_since
 from hpml_orchestrator.records.run import Attempt, Run
-from hpml_orchestrator.records.texts import beside, printable
+from hpml_orchestrator.records.texts import (
+    ENDING_WORDS,
+    beside,
+    memory_fault,
+    printable,
+    signal_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from hpml_orchestrator.records.schema import Marker, ProofRecord
 
-_READ_BYTES = 1024**2
 _SIGNALLED = 128
 
 # `slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23 DUE TO TIME LIMIT ***`,
 # the same from 22.05 to 26.05; local jobs have the line from their supervisor.
 _CANCELLED = r"\*\*\* (JOB|STEP) {}\b\S* ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?"
 _CAUSES = {
-    "TIME LIMIT": ("TIMEOUT", "time limit"),
-    "PREEMPTION": ("PREEMPTED", "preempted"),
-    "JOB REQUEUE": ("REQUEUED", "requeued"),
-    "NODE FAILURE": ("NODE_FAIL", "a node failed"),
+    "TIME LIMIT": "TIMEOUT",
+    "PREEMPTION": "PREEMPTED",
+    "JOB REQUEUE": "REQUEUED",
+    "NODE FAILURE": "NODE_FAIL",
 }
+_FAILED_NODE = re.compile(r"^srun: error: Node failure on (\S{1,255})$", re.MULTILINE)
 _STOPPED = {
-    "time_limit": ("TIMEOUT", "time limit"),
-    "preemption": ("PREEMPTED", "preempted"),
-    "node_failure": ("NODE_FAIL", "a node failed"),
+    **{why: (state, ENDING_WORDS[state]) for state, why in continuation.REASONS.items()},
     "hang": ("FAILED", "ranks hung"),
     "requested": ("FAILED", "stopped as requested"),
 }
@@ -123,8 +127,8 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     """
     directory = Path(attempt)
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    output = _output(directory)
     records = Attempt(directory)
+    output = records.output_end(Path("/proc/self/fd/2"))
     if records.markers("failed"):
         launcher = ""  # no rank has started: what srun reports is the step of the agents
     end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
@@ -226,20 +230,6 @@ def note_signal(attempt: str, name: str) -> int:
     return 0
 
 
-def _output(attempt: Path) -> str:
-    """Return the attempt's output, its last MiB at most; empty if the output is not a file."""
-    try:
-        # A requeued job appends to the same file: messages of earlier attempts come before this
-        # offset.
-        began = int(read_json(attempt / "head.json")["output_bytes"])
-        with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(began, size - _READ_BYTES))
-            return stream.read(_READ_BYTES).decode("utf-8", "replace")
-    except (HpmlError, OSError, KeyError, ValueError):
-        return ""
-
-
 def ending(
     status: int, output: str, *, job_id: str, launcher: str = "", reason: str = ""
 ) -> Ending:
@@ -258,16 +248,20 @@ def ending(
     if status == 0 and not any(cause.startswith("NODE FAILURE") for _, cause in causes):
         return Ending(0, "COMPLETED", "completed")
     # Slurm's reason comes before a failed rank: ranks that are ended at a time limit fail as well.
-    for known, (state, words) in _CAUSES.items():
+    for known, state in _CAUSES.items():
         if any(cause.startswith(known) for _, cause in causes):
+            named = _FAILED_NODE.search(output) if state == "NODE_FAIL" else None
+            words = f"node {named[1]} failed" if named else ENDING_WORDS[state]
             return Ending(status or 1, state, words)
+    # Slurm ends all ranks then, and the launcher reports one that may be innocent.
+    failed, fault = _failed_rank(status, output, launcher), memory_fault(output, job_id)
+    if fault and not (failed and failed.state == "OUT_OF_MEMORY"):
+        return Ending(status, "OUT_OF_MEMORY", fault)
     if any(whole == "JOB" for whole, _ in causes):
         return Ending(status, "CANCELLED", "cancelled")
     if reason:
         return Ending(status, "FAILED", reason)
-    return _failed_rank(status, output, launcher) or Ending(
-        status, "FAILED", _complaint(output, status) or "failed"
-    )
+    return failed or Ending(status, "FAILED", _complaint(output, status) or "failed")
 
 
 def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
@@ -296,7 +290,7 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
             words = f"rank {rank} ran out of memory"
             return Ending(_SIGNALLED + number, "OUT_OF_MEMORY", words)
         if number:
-            words = f"rank {rank} ended by {_signal_name(number)}"
+            words = f"rank {rank} ended by {signal_name(number)}"
             if number == signal.SIGKILL:
                 words += ", as when memory runs out"
             code = _SIGNALLED + number
@@ -307,13 +301,6 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
         message = _complaint(output, code, rank)
         return Ending(code, "FAILED", f"{words}: {message}" if message else words)
     return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, most of which have no name
-        return f"signal {number}"
 
 
 def _complaint(output: str, code: int, rank: str = "") -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.records.damage import END_FIELDS, field_fault
 from hpml_orchestrator.records.events import read, read_all, read_milestones
 from hpml_orchestrator.records.files import (
@@ -42,6 +42,7 @@ PRUNED = "pruned"
 """Reason of a search to stop a trial that it gives up; no run continues after it."""
 
 
+_READ_BYTES = 1024**2
 SOFTWARE = "software.json"
 """The software of an attempt's ranks: packages, modules and the GPU driver."""
 
@@ -200,6 +201,23 @@ class Attempt:
         return max(
             (path.stat().st_mtime for path in _files(self.directory / "events", "")), default=None
         )
+
+    def output_end(self, path: Path | None = None) -> str:
+        """Return the end of its output, 1 MiB at most; empty if that is impossible.
+
+        Args:
+            path: of the output; the run's own when left out.
+        """
+        try:
+            # A requeued job appends to the same file: messages of earlier attempts come before this
+            # offset.
+            began = int(read_json(self.directory / "head.json")["output_bytes"])
+            with open(path or Run(self.directory.parents[1]).output, "rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(began, size - _READ_BYTES))
+                return stream.read(_READ_BYTES).decode("utf-8", "replace")
+        except (HpmlError, OSError, KeyError, ValueError):
+            return ""
 
     def check_readable(self) -> None:
         """Check that its records are readable.

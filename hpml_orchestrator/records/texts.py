@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -14,6 +15,24 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.schema import CollectedEntry
 
+ENDING_WORDS = {
+    "TIMEOUT": "time limit",
+    "PREEMPTED": "preempted",
+    "REQUEUED": "requeued",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "out of memory",
+}
+"""What a state of Slurm's says about the end of an attempt."""
+
+# `slurmstepd: error: StepId=19.1 exceeded memory limit (3319001088 > 3232759808), being killed`
+# and `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen. Where
+# several slurmd run on a machine, the program's name has the node.
+_MEMORY = re.compile(
+    r"slurmstepd(?:-(?P<node>\S{1,255}))?: error: "
+    r"(?:Detected \d{1,9} oom[-_]kill event\S{0,9} in )?"
+    r"(?:StepId=|JobId=|Step |Job )(?P<job>\d{1,12})\b\S{0,32}"
+    r"(?: exceeded memory limit \((?P<used>\d{1,18}) > (?P<limit>\d{1,18})\))?"
+)
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
 _PREFIXES = ("", "k", "M", "G", "T", "P")
@@ -129,3 +148,27 @@ def beside(rows: Iterable[CollectedEntry]) -> str:
     """Return a note of other names next to missing results, from rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
     return f"; next to it: {', '.join(names)}" if names else ""
+
+
+def memory_fault(output: str, job_id: str) -> str:
+    """Return that Slurm ended a job for its memory, as its output says; empty if it does not.
+
+    >>> line = "slurmstepd-n2: error: StepId=5.1 exceeded memory limit (3072 > 2048), being killed"
+    >>> memory_fault(line, "5")
+    'out of memory on n2, 3.0 KiB of at most 2.0 KiB'
+    """
+    for match in _MEMORY.finditer(output):
+        if match["job"] == job_id and (match["limit"] or "Detected" in match[0]):
+            where = f" on {match['node']}" if match["node"] else ""
+            used, limit = (human_bytes(int(match[name] or 0)) for name in ("used", "limit"))
+            figures = f", {used} of at most {limit}" if match["limit"] else ""
+            return f"{ENDING_WORDS['OUT_OF_MEMORY']}{where}{figures}"
+    return ""
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals, most of which have none, by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

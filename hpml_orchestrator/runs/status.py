@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
+from hpml_orchestrator.runs.ends import exit_status, lost_end, record_end, record_lost_ends
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.state import (
     State,
@@ -41,8 +42,7 @@ UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
 _REQUEUE_SECONDS = 180.0
 _NEXT_JOB_SECONDS = 120.0
-_SLURM_WORDS = ("", "None", "NonZeroExitCode", "TimeLimit", "OutOfMemory")
-"""Reasons of a scheduler that the job's own record can only improve."""
+_OWN_RECORD = "(the job's own record)"
 
 
 def states(
@@ -99,7 +99,9 @@ def states(
             answer, query_error = {}, str(error)
         for pending in group:
             try:
-                known[pending.base.submission.sid] = pending.state(answer, query_error, now())
+                known[pending.base.submission.sid] = pending.state(
+                    answer, query_error, now(), backends(*scheduler).starts
+                )
             except RecordError as error:
                 known[pending.base.submission.sid] = _unreadable(pending.base.submission, error)
     return [_chosen(known[submission.sid], submission) for submission in wanted]
@@ -216,13 +218,20 @@ class _UnfinishedRun:
         """The ids to ask the scheduler about."""
         return [job_id for index, job_id in self.job_ids.items() if index not in self.ends]
 
-    def state(self, answer: Mapping[str, JobStatus], query_error: str, now: float) -> State:
+    def state(
+        self,
+        answer: Mapping[str, JobStatus],
+        query_error: str,
+        now: float,
+        starts: Callable[[str], list[JobStatus]],
+    ) -> State:
         """Combine the scheduler's answer with the records, and record ends.
 
         Args:
             answer: by job id.
             query_error: why the scheduler did not answer; empty if it did.
             now: seconds since the epoch.
+            starts: asks the scheduler how each start of a job ended.
         """
         # A controller that was set up anew counts its ids from 1 again, so a job of this id may
         # belong to somebody else. The working directory tells.
@@ -252,6 +261,7 @@ class _UnfinishedRun:
                     query_error=query_error,
                     other=job_id in others,
                     now=now,
+                    starts=starts,
                 )
             )
         state = states[0]
@@ -271,6 +281,7 @@ def _merge_status(
     query_error: str,
     other: bool,
     now: float,
+    starts: Callable[[str], list[JobStatus]],
 ) -> State:
     """Combine the scheduler's status of one job with the records of the job."""
     submission, job_id = base.submission, base.job_id
@@ -280,6 +291,8 @@ def _merge_status(
     own = attempts[-1] if attempts else None
     end = own.ended if own is not None else None
     lost = False
+    record_lost_ends(attempts if status and status.state.waiting else attempts[:-1], starts)
+    by_script = end
     # The scheduler decides whether the job has ended: it kills jobs before they can record
     # anything, and a script that has recorded its end may still hold its nodes. The job's own
     # record decides only if the scheduler has forgotten the job, as Slurm does after MinJobAge
@@ -288,17 +301,19 @@ def _merge_status(
         if own is not None and not query_error:
             own.check_readable()
         status, lost = _own_status(submission, job_id, end, query_error, now, other=other)
+    elif own is not None and end is None and base.backend == "slurm":
+        end = lost_end(own, status)
     if not status.state.over:
-        end = None
-    exit_code = status.exit_code
+        end = by_script = None
+    exit_code = exit_status(status)
     # Slurm's exit code may be missing, and is 0 after a signal (`0:15`). The one that the script
     # recorded counts then.
-    if end is not None and (not exit_code or status.state is JobState.FAILED):
-        exit_code = int(end["exit_code"])
+    if by_script is not None and (not exit_code or status.state is JobState.FAILED):
+        exit_code = int(by_script["exit_code"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
     over = status.state.over
-    reason = _exceeded(status, own, asked) or _reason(status, own, asked)
+    reason = _exceeded(base, status, end, asked) or _reason(status, own, end, asked)
     if status.state is JobState.FAILED and own is None and base.backend == "slurm":
         reason, exit_code = _unseen(submission, reason), exit_code or None
     # A preempted job, and one whose node failed, passes through that state on its way back into
@@ -308,6 +323,8 @@ def _merge_status(
     if base.backend == "slurm" and status.state in BEFORE_REQUEUE and recent and status.may_requeue:
         over, reason = False, "it may be requeued"
     base = replace(base, state=status.state.value, over=over, reason=reason)
+    if own is not None and over and by_script is None:
+        record_end(own, end)
     if own is not None and status.state.over and status.state is not JobState.CANCELLED:
         base = _between(base, own, status.state, now)
     # A job that waits again has left its nodes, and the start of its last attempt.
@@ -348,7 +365,9 @@ def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
     )
 
 
-def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
+def _reason(
+    status: JobStatus, own: Attempt | None, end: EndRecord | None, asked: Callable[[], RecordedJob]
+) -> str:
     """Return why a job waits or ended; hpml's own records take precedence over the scheduler's."""
     if status.reason.startswith("Dependency"):
         runs = ", ".join(f"{run} ({end})" for run, end in asked().after)
@@ -356,15 +375,11 @@ def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], Recorded
             return f"waits for {runs}"
         if runs and status.state is JobState.CANCELLED:
             return f"did not start: it waited for {runs}, which ended otherwise"
-    if status.state is JobState.FAILED and own is not None:
-        failed = own.markers("failed")
-        if failed:
-            return f"{failed[0].get('node')} did not become ready: {failed[0].get('message')}"
-        reason = str((own.ended or {}).get("reason", ""))
-        if reason == "binding":
-            return _binding_error(own)
-        if reason not in ("", "failed", "completed"):
-            return reason
+    if status.state is JobState.FAILED and own is not None and (why := _failure(own, end)):
+        return why
+    own_word = status.reason.endswith(_OWN_RECORD)
+    if end is not None and status.state in BEFORE_REQUEUE and not own_word:
+        return str(end["reason"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm still prints why it waited
     if status.reason == "NonZeroExitCode" and status.exit_code is not None:
@@ -385,25 +400,38 @@ def _unseen(submission: Submission, reason: str) -> str:
     )
 
 
-def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
+def _failure(own: Attempt, end: EndRecord | None) -> str:
+    """Return why a job failed, by its records; empty if they do not say."""
+    if failed := own.markers("failed"):
+        return f"{failed[0].get('node')} did not become ready: {failed[0].get('message')}"
+    reason = str((end or {}).get("reason", ""))
+    if reason == "binding":
+        return _binding_error(own)
+    return "" if reason in ("failed", "completed") else reason
+
+
+def _exceeded(
+    base: State, status: JobStatus, end: EndRecord | None, asked: Callable[[], RecordedJob]
+) -> str:
     """Return which limit ended a job, what was requested and how to raise it; else nothing."""
-    end = (own.ended if own is not None else None) or {}
+    end = end or {}
     states = {status.state.value, str(end.get("state")) if status.state is JobState.FAILED else ""}
     if not states & {"TIMEOUT", "OUT_OF_MEMORY"}:
         return ""
     if "TIMEOUT" in states:
-        words, field = "time limit", "time"
+        words, advice = "time limit", "raise it with --set resources.time=…"
         requested = f"{asked().limit} requested"
     else:
-        words, field, memory = "out of memory", "memory", asked().memory
+        words, memory, label = "out of memory", asked().memory, base.submission.label
+        advice = f"raise it with `hpml resubmit {label} --set resources.memory=…`"
         requested = f"{memory} per node requested" if memory else "the job requested no amount"
-    if status.reason not in _SLURM_WORDS:
-        words = status.reason  # the job's own record alone
+    if status.reason.endswith(_OWN_RECORD):
+        words = status.reason
     elif end.get("state") in states:
         words = str(end["reason"])
     if end.get("stays"):  # more time would not help
         return words
-    return f"{words}: {requested}; raise it with --set resources.{field}=…"
+    return f"{words}: {requested}; {advice}"
 
 
 def _binding_error(attempt: Attempt) -> str:
@@ -438,7 +466,7 @@ def _own_status(
         status = JobStatus(
             job_id,
             known,
-            reason=f"{end.get('reason', '')} (the job's own record)",
+            reason=f"{end.get('reason', '')} {_OWN_RECORD}",
             exit_code=code,
             ended=float(end["time"]),
         )

@@ -241,6 +241,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def starts(self, job_id: str) -> list[JobStatus]:
+        """Return how each start of a job ended, requeued ones too; none if it is not known."""
+        ...
+
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
         """Return the ids of jobs whose working directory is `directory`, oldest first.
 

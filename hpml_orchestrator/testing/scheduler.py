@@ -54,6 +54,7 @@ class FakeScheduler:
         delay_seconds: how long a request of KILLED_DURING is on its way.
         unseen_delay_seconds: the same of BOTH_KILLED, after sbatch has left the list of processes.
         cluster_name: what `cluster` returns.
+        accounted: what accounting has of all starts of jobs.
 
     >>> fake = FakeScheduler()
     >>> fake.faults.append(Fault.UNAVAILABLE)
@@ -71,6 +72,7 @@ class FakeScheduler:
         self.delay_seconds = 30.0
         self.unseen_delay_seconds = 30.0
         self.cluster_name = "fake"
+        self.accounted: list[JobStatus] = []
         self._accepted = 0
         self._on_the_way: list[tuple[float, SubmitRequest, bool]] = []
 
@@ -111,6 +113,10 @@ class FakeScheduler:
         """Return the status of each known job."""
         self._read_fault()
         return {key: self._status(self.jobs[key]) for key in job_ids if key in self.jobs}
+
+    def starts(self, job_id: str) -> list[JobStatus]:
+        """Return what the list `accounted` has of a job."""
+        return [status for status in self.accounted if status.job_id == job_id]
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:  # noqa: ARG002
         """Return the ids of jobs with that directory, oldest first."""

@@ -181,6 +181,10 @@ def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
     assert desk.run("high", command=["true"], resources=whole)["state"] == "COMPLETED"
     assert (ended(job)["state"], ended(job)["reason"]) == ("PREEMPTED", "preempted")
     says(job, "begins", 4)
+    record = Path(job["directory"], "attempts", "0", "ended.json")  # as if it had been killed
+    record.unlink()
+    desk.hpml("status", job["id"])
+    assert (ended(job)["state"], ended(job)["reason"]) == ("PREEMPTED", "preempted")
     desk.slurm("scontrol", "requeue", job["job_id"])
     assert ended(job, 1)["reason"] == "requeued"
     says(job, "begins", 6)
@@ -213,7 +217,37 @@ def test_a_job_whose_node_fails_starts_again(desk: Desk, data: dict[str, str]) -
     assert (done["state"], done["attempts"]) == ("COMPLETED", 2)
     first, second = desk.json("show", job["id"])["history"]
     assert (first["nodes"], second["reason"]) == (node, "completed")
-    assert "node" in first["reason"].lower()
+    assert first["reason"] == f"node {node} failed"
+
+
+HUNGRY = """\
+import os, sys, time
+if os.environ.get("RANK", "1") == "1":
+    full = bytearray(b"1" * (400 << 20))
+time.sleep(100)
+"""
+
+
+def test_a_job_that_is_out_of_memory_says_where_and_what_to_do(desk: Desk) -> None:
+    """In a step, whose first rank is innocent, and in the script, which leaves no record."""
+    (desk.directory / "hungry.py").write_text(HUNGRY)
+    command = [PYTHON, str(desk.directory / "hungry.py")]
+    resources = {"nodes": 2, "time": "5:00", "memory": "150M"}
+    setup = {"setup": " ".join(command)}
+    with desk.cluster.configured("JobAcctGatherParams=OverMemoryKill"):
+        jobs = {
+            "node2": desk.submit("step", command=command, resources=resources),
+            "node": desk.submit(
+                "batch", command=["true"], environment=setup, resources={**resources, "nodes": 1}
+            ),
+        }
+        for node, job in jobs.items():
+            status = desk.json("wait", job["id"], code=6)
+            assert (status["state"], status["exit_code"]) == ("FAILED", 137)
+            figures = r"\d+\.\d MiB of at most 150\.0 MiB: 150M per node requested; raise it"
+            advice = f"with `hpml resubmit {job['id']} --set resources.memory=…`"
+            reason = rf"out of memory on {node}\d?, {figures} {advice}"
+            assert re.fullmatch(reason, status["reason"]), status["reason"]
 
 
 def test_records_that_the_nodes_do_not_see(desk: Desk) -> None:

@@ -92,7 +92,10 @@ class AttemptReport:
             began = clock_text(self.started) if self.started else ""
             word = " since" if self.reason == "running" else ", started"
             return f"{number}: {self.reason}{f'{word} {began}' if began else ''}{where}"
-        text, end = self.reason or "left no record of its end; last event", self.ended
+        text, end = self.reason, self.ended
+        if not text:
+            asked = f"asked to stop ({self.why.replace('_', ' ')}), " if self.why else ""
+            text = f"{asked}left no record of its end; last event"
         if self.reason == "failed" and self.exit_code is not None:
             text += f" with exit code {self.exit_code}"
         after = f" after {seconds_text(max(0, end - self.started))}" if end and self.started else ""
@@ -169,6 +172,8 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
             ended=state.ended or (attempt.last_written if over else None),
             exit_code=state.exit_code,
         )
+    elif stop := attempt.stop_request():
+        report = replace(report, why=stop["reason"])
     if begun is not None:
         report = replace(report, started=begun.time, nodes=str(begun.data.get("nodes", "")))
     following = attempt.next

@@ -264,12 +264,22 @@ def array_lines(state: State) -> list[tuple[str, str]]:
             **tasks,
             "": [f"… and {more} more: hpml show {sid}"] if more > 0 else [],
             **_what(described),
-            **_when(replace(state, exit_code=None)),
+            **_when(replace(state, exit_code=None, started=_first_start(state))),
             **_code(described),
             **_hours(described),
             "record": [str(state.submission.directory)],
         }
     )
+
+
+def _first_start(state: State) -> float | None:
+    """Return when the first attempt of an array's tasks started; states have that of the last."""
+    moments = [state.started] if state.started else []
+    for task in state.tasks:
+        with contextlib.suppress(HpmlError):
+            attempts = task.run.attempts() if task.attempts > 1 else []
+            moments += [one.started.time for one in attempts[:1] if one.started]
+    return min(moments, default=None)
 
 
 def task_rows(state: State) -> list[tuple[str, ...]]:
@@ -279,7 +289,8 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
             task.submission.label,
             task.job_id,
             task.state,
-            elapsed_text(task.started, task.ended),
+            elapsed_text(task.started, task.ended)
+            + (f" (attempt {task.attempts})" if task.attempts > 1 else ""),
             task.nodes or "-",
             "-" if task.exit_code is None else str(task.exit_code),
             task.why or "-",

@@ -271,6 +271,16 @@ class SlurmScheduler:
         self._last = _Answer(frozenset(asked), self._clock.monotonic(), statuses)
         return {key: statuses[key] for key in asked if key in statuses}
 
+    def starts(self, job_id: str) -> list[JobStatus]:
+        """Return how each start of a job ended, by accounting; none if it does not answer."""
+        if not valid_id(job_id):
+            return []
+        try:
+            rows = self._sacct(["--duplicates", f"--jobs={job_id}"])
+        except SchedulerUnavailable:
+            return []
+        return [row.status for row in rows if job_id in (row.raw_id, row.shown_id)]
+
     def find(
         self,
         directory: Path,

@@ -57,6 +57,9 @@ epoch: 3
 [rank0]: RuntimeError: pair.cc:553] Connection closed by peer
 """
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+EXCEEDED = (
+    "slurmstepd-n2: error: StepId=5.1 exceeded memory limit (427667456 > 157286400), being killed\n"
+)
 HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
 
 
@@ -77,6 +80,32 @@ HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
             (143, "NODE_FAIL", "a node failed"),
         ),
         (0, STEP.format(" DUE TO NODE FAILURE, SEE"), "srun", (1, "NODE_FAIL", "a node failed")),
+        (
+            143,
+            "srun: error: Node failure on n2\n" + JOB.format(" DUE TO NODE FAILURE, SEE SLURMCTLD"),
+            "srun",
+            (143, "NODE_FAIL", "node n2 failed"),
+        ),
+        (  # all ranks are killed, and the first one that srun reports is innocent
+            137,
+            EXCEEDED + STEP.format("") + SRUN.format(0, "Killed") + EXCEEDED,
+            "srun",
+            (137, "OUT_OF_MEMORY", "out of memory on n2, 407.9 MiB of at most 150.0 MiB"),
+        ),
+        (
+            137,
+            EXCEEDED.replace("-n2", "") + JOB.format(""),
+            "torchrun",
+            (137, "OUT_OF_MEMORY", "out of memory, 407.9 MiB of at most 150.0 MiB"),
+        ),
+        (137, EXCEEDED.replace("=5.1", "=55.1"), "torchrun", (137, "FAILED", "failed")),
+        (
+            1,
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks "
+            "have been OOM Killed.\n" + TORCHRUN.format(1),
+            "torchrun",
+            (1, "OUT_OF_MEMORY", "out of memory"),
+        ),
         (
             143,  # the others get SIGTERM from srun, whose status is the highest
             SRUN.format(3, "Exited with exit code 7") + SRUN.format(0, "Terminated"),

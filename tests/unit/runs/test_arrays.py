@@ -9,7 +9,9 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.texts import zoned_text
 from hpml_orchestrator.runs.cancel import cancel
+from hpml_orchestrator.runs.reporting.text import array_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, Scheduler
 
@@ -49,6 +51,25 @@ def test_the_counts_say_how_far_it_is(world: World, submitted: Submission) -> No
     over = world.state(submitted)
     assert (over.state, over.over, over.exit_code) == ("FAILED", True, 3)
     assert over.reason == "3 of 4 done, 1 failed"
+
+
+def test_the_times_of_an_array_are_those_of_all_attempts(
+    world: World, submitted: Submission
+) -> None:
+    """A state has the start of the last attempt; the array began with the first."""
+    began = world.clock.now
+    for number in range(2):
+        world.starts(task(submitted, 0), "2", number)
+        world.scheduler.jobs["1_0"].status = replace(
+            world.scheduler.jobs["1_0"].status, started=world.clock.now, restarts=number
+        )
+        world.clock.sleep(100)
+    for index in range(4):
+        world.scheduler.move(f"1_{index}", JobState.COMPLETED)
+    state = world.state(submitted)
+    assert dict(array_lines(state))["started"] == zoned_text(began)
+    assert "after 3:20" in dict(array_lines(state))["ended"]
+    assert [row[3] for row in task_rows(state)] == ["0 s (attempt 2)", "0 s", "0 s", "0 s"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.records.files import read_json, write_json, write_text
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.follow import wait_until_over
+from hpml_orchestrator.runs.reporting.attempts import attempt_reports
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler
@@ -114,8 +116,9 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
 
 
 TIME = ": 00:10:00 requested; raise it with --set resources.time=…"
-MEMORY = ": 4096M per node requested; raise it with --set resources.memory=…"
-NO_MEMORY = ": the job requested no amount; raise it with --set resources.memory=…"
+RAISE = "raise it with `hpml resubmit RUN --set resources.memory=…`"
+MEMORY = f": 4096M per node requested; {RAISE}"
+NO_MEMORY = f": the job requested no amount; {RAISE}"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,7 @@ def test_the_reason_is_the_most_specific_one(
     world.scheduler.move("1", JobState(state), exit_code=3)
     job = world.scheduler.jobs["1"]
     job.status = replace(job.status, reason=said)
+    told = told.replace("RUN", submission.sid)
     assert world.state(submission).reason == told
     assert read_json(submission.directory / "final.json")["reason"] == told
 
@@ -167,6 +171,71 @@ def test_more_time_is_no_advice_for_a_run_that_saves_nothing(
     write_json(attempt / "ended.json", {**end, "stays": "3 attempts", "goes_on": False})
     world.scheduler.move("1", JobState("FAILED"), exit_code=75)
     assert world.state(submitted).reason == "time limit; 3 attempts"
+
+
+EXCEEDED = (
+    "slurmstepd-n2: error: StepId={}.batch exceeded memory limit (3319001088 > 3232759808), being"
+    " killed\nslurmstepd-n2: error: *** JOB 1 ON n2 CANCELLED AT 2026-11-28T16:42:23 ***\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "output", "reason", "code"),
+    [
+        ("FAILED", 9, "", "the job's script was ended by SIGKILL", 137),
+        (
+            "FAILED",
+            9,
+            EXCEEDED.format(1),
+            f"out of memory on n2, 3.1 GiB of at most 3.0 GiB{NO_MEMORY}",
+            137,
+        ),
+        ("FAILED", 9, EXCEEDED.format(11), "the job's script was ended by SIGKILL", 137),
+        ("FAILED", 0, "", "JobLaunchFailure", None),
+        (
+            "NODE_FAIL",
+            0,
+            "",
+            "a node failed, probably n1: the job's script left no record of its end",
+            0,
+        ),
+    ],
+)
+def test_a_script_that_was_killed_has_an_end(
+    world: World, state: str, signal: int, output: str, reason: str, code: int | None
+) -> None:
+    """From Slurm's signal and from what slurmstepd printed; never `FAILED` with exit code 0."""
+    submission = world.submit()
+    attempt = world.starts(submission, "1")
+    write_json(attempt / "head.json", {"node": "n1", "output_bytes": 0})
+    (world.store.runs_dir / submission.sid / "output.log").write_text(output)
+    world.scheduler.move("1", JobState(state), exit_code=0, signal=signal)
+    job = world.scheduler.jobs["1"]
+    job.status = replace(job.status, reason="JobLaunchFailure", may_requeue=False)
+    found = world.state(submission)
+    assert (found.state, found.exit_code) == (state, code)
+    assert found.reason == reason.replace("RUN", submission.sid)
+
+
+def test_an_attempt_that_was_killed_gets_its_end_from_accounting(
+    world: World, submitted: Submission
+) -> None:
+    """Its script left no record of it; the start of the job that is nearest in time has the end."""
+    attempt = Attempt(world.starts(submitted, "1"))
+    began = world.clock.now
+    world.clock.sleep(60)
+    world.starts(submitted, "1", 1)
+    world.scheduler.jobs["1"].status = replace(world.scheduler.jobs["1"].status, restarts=1)
+    world.scheduler.move("1", JobState.RUNNING)
+    assert world.state(submitted).state == "RUNNING"
+    assert attempt.ended is None
+    world.scheduler.accounted = [
+        JobStatus("1", JobState.PREEMPTED, started=began - 1, ended=began + 9),
+        JobStatus("1", JobState.RUNNING, started=began + 60),
+    ]
+    state = world.state(submitted)
+    first, second = attempt_reports(state)
+    assert (first.reason, first.ended, second.reason) == ("preempted", began + 9, "running")
 
 
 def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(

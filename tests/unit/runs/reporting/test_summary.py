@@ -298,14 +298,15 @@ def test_a_requeued_run_says_how_each_attempt_ended(world: World) -> None:
         if reason:
             world.ends(attempt, int(reason == "failed"), reason)
         else:
+            Attempt(attempt).request_stop("time_limit", by="n1", now=world.clock.now)
             os.utime(attempt / "events" / "batch.jsonl", (world.clock.now, world.clock.now))
         world.scheduler.move("1", JobState.PENDING)
         told.append(_attempts_told(world, submission))
         world.clock.sleep(60)
     lost = "; 1:00 lost (queue)"
     zero = "1: preempted after 1:02:05 on n[1-2], 2027-01-15 11:02:05"
-    one = "2: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 12:05:10"
-    one += lost
+    one = "2: asked to stop (time limit), left no record of its end; last event after 1:02:05 on "
+    one += f"n[1-2], 2027-01-15 12:05:10{lost}"
     two = "3: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 13:08:15"
     two += lost
     assert told == [
