@@ -23,13 +23,14 @@ from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.progress import progress_of, written_since
+from hpml_orchestrator.records.progress import TrainingProgress, progress_of, written_since
 from hpml_orchestrator.records.run import Attempt, Run
 from hpml_orchestrator.records.texts import (
     ENDING_WORDS,
     beside,
     memory_fault,
     printable,
+    seconds_text,
     signal_name,
 )
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import Marker, ProofRecord
 
 _SIGNALLED = 128
+_KILLED = _SIGNALLED + signal.SIGKILL
+_CAN_REACT = ("time_limit", "preemption", "requested")  # ranks that hang cannot
 
 # `slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23 DUE TO TIME LIMIT ***`,
 # the same from 22.05 to 26.05; local jobs have the line from their supervisor.
@@ -159,6 +162,8 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
         if _UNSAVED in end.reason and _SAVE_THERE not in end.reason:
             outcome += f"; if the program saves elsewhere, {_SAVE_THERE}"
         sys.stderr.write(f"hpml: {printable(end.reason)}: {outcome}\n")
+    if future.get("ignored"):
+        sys.stderr.write(f"hpml: {future['ignored']}\n")
     now = time.time()
     write_json(directory / "ended.json", {**end._asdict(), **future, "time": round(now, 6)})
     log = directory / "events" / "batch.jsonl"
@@ -203,6 +208,7 @@ def _future(
         "progress": flags[-1],
         "slowest_save": reached.slowest_save,
         "slowest_step": reached.slowest_step,
+        **_ignored(records, reached, end),
     }
     unsaved = decision.why and directory and not any(flags) and not written_since(directory, 0.0)
     stays = f"{decision.stays}: {_SAVE_THERE}" if unsaved and decision.stays else decision.stays
@@ -221,6 +227,22 @@ def _future(
         reason = f"{end.reason}; {stays}" if stays else end.reason
         end = Ending(end.exit_code or continuation.EXIT_CONTINUED, end.state, reason)
     return end, future
+
+
+def _ignored(records: Attempt, reached: TrainingProgress, end: Ending) -> dict[str, str]:
+    """Return a sentence to record if the program ignored the request to stop; else nothing."""
+    asked = (records.stop_request() or {}).get("reason")
+    # Agents send SIGKILL to ranks that have not stopped in time.
+    if asked not in _CAN_REACT or reached.stopping or end.exit_code != _KILLED:
+        return {}
+    lost = "the work since its last checkpoint is lost"
+    if reached.saved_at is not None:
+        seconds = seconds_text(max(0.0, time.time() - reached.saved_at))
+        lost = f"{seconds} since its last checkpoint are lost"
+    return {
+        "ignored": "your program did not react to the request to stop and was ended; "
+        f"{lost}; hpml_checkpoint.py shows how"
+    }
 
 
 def note_signal(attempt: str, name: str) -> int:

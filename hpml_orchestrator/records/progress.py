@@ -34,6 +34,7 @@ class TrainingProgress(NamedTuple):
 
     Attributes:
         step: of the last checkpoint; None if none was reported with its step.
+        saved_at: when the last checkpoint was reported, seconds since the epoch; None without any.
         stopping: whether a rank stopped as it was asked.
         channel: whether any rank reported anything.
         slowest_save, slowest_step: seconds; None if unknown.
@@ -44,6 +45,7 @@ class TrainingProgress(NamedTuple):
     channel: bool = False
     slowest_save: float | None = None
     slowest_step: float | None = None
+    saved_at: float | None = None
 
 
 def progress_of(attempt: Attempt) -> TrainingProgress:
@@ -51,11 +53,13 @@ def progress_of(attempt: Attempt) -> TrainingProgress:
     steps: list[int] = []
     saves: list[float] = []
     durations: list[float] = []
+    saved_at: float | None = None
     stopping = channel = False
     for event in attempt.milestones():
         channel = channel or event.rank is not None
         stopping = stopping or event.event == "stopping"
         if event.event == "checkpoint":
+            saved_at = max(saved_at or 0.0, event.time)
             if (step := _number(event.data.get("step"))) is not None:
                 steps.append(int(step))
             saves += filter(None, [_number(event.data.get("seconds"))])
@@ -70,6 +74,7 @@ def progress_of(attempt: Attempt) -> TrainingProgress:
         channel,
         max(saves, default=None),
         max(durations, default=None),
+        saved_at,
     )
 
 

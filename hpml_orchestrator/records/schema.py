@@ -274,6 +274,7 @@ class EndRecord(TypedDict, total=False):
     goes_on: bool
     why: str
     stays: str
+    ignored: str
     step: int | None
     progress: bool
     slowest_save: float | None

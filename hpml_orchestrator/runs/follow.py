@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
+from hpml_orchestrator.errors import BindingError, HpmlError, JobFailedError, RecordError
 from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
+from hpml_orchestrator.runs.life import next_step, read_life
 from hpml_orchestrator.runs.reporting.summary import binding_of
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import state_of
@@ -172,8 +174,10 @@ def refuse_failed(state: State) -> None:
     # of an array, the first task that ended like this
     failed = [task for task in state.tasks if task.state == state.state] or [state]
     with_output = [one for one in failed if os.path.exists(one.run.output)]
-    hint = f"hpml logs {with_output[0].submission.label}" if with_output else ""
-    raise JobFailedError(message, hint=hint, run=label)
+    hints = [f"hpml logs {one.submission.label}" for one in with_output[:1]]
+    with contextlib.suppress(HpmlError):  # another user's record
+        hints += filter(None, [next_step(failed[0], read_life(failed[0]))])
+    raise JobFailedError(message, hint="; ".join(hints), run=label)
 
 
 def _failed_binding(state: State) -> bool:

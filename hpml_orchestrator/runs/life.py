@@ -269,6 +269,22 @@ def read_life(
     )
 
 
+def next_step(state: State, life: Life | None) -> str:
+    """Return which command continues a run that is over, and from where; empty if none does.
+
+    Args:
+        state: of the run.
+        life: the same over all of its attempts.
+    """
+    saved = max((one.saved_step or 0 for one in life.attempts), default=0) if life else 0
+    if life is None or not saved or not state.over or state.state == JobState.COMPLETED:
+        return ""
+    command = f"hpml requeue {state.submission.label}"
+    if JobState.OUT_OF_MEMORY in (state.state, life.attempts[-1].state):  # not into the same limit
+        command = f"hpml resubmit {state.submission.label} --set resources.memory=…"
+    return f"{command} continues from step {saved:,}"
+
+
 def _limits_of(state: State) -> RunLimits:
     try:
         job = recorded_job(state.submission)

@@ -76,3 +76,22 @@ def test_a_hang_and_a_requeue(tmp_path: Path) -> None:
     assert str(stacks) in text
     assert "1: ranks hung after " in text
     assert "3: completed after " in text
+
+
+def test_a_program_that_ignores_the_request_is_told_so(tmp_path: Path) -> None:
+    """After all that launchers print: in the output, and in `show`."""
+    desk = Desk(tmp_path)
+    job = desk.job(
+        name="stubborn",
+        command=["sleep", "600"],
+        resources={"time": "00:00:14"},
+        checkpoint={"lead": "8s", "requeue": []},
+    )
+    rid = desk.json("submit", job, "--local")["id"]
+    desk.hpml("wait", rid, code=6)
+    ignored = (
+        "your program did not react to the request to stop and was ended; the work since its last "
+        "checkpoint is lost; hpml_checkpoint.py shows how"
+    )
+    assert desk.hpml("logs", rid).rstrip().endswith(f"hpml: {ignored}")
+    assert ignored in desk.hpml("show", rid)

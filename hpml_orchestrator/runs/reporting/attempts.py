@@ -42,6 +42,7 @@ class AttemptReport:
     why: str = ""  # `time_limit`, `preemption`, `node_failure`, `hang`, `requested`, or empty
     goes_on: bool = False  # whether its record announces another attempt
     stays: str = ""  # why the run does not continue, although the end asked for it
+    ignored: str = ""  # that its program did not react to the request to stop, in a sentence
     started: float | None = None
     ended: float | None = None
     continued: float | None = None  # when its next attempt was queued; only if a user did that
@@ -158,6 +159,7 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
             state=str(end.get("state") or ""),
             why=str(end.get("why") or ""),
             stays=str(end.get("stays") or ""),
+            ignored=str(end.get("ignored") or ""),
             ended=end["time"],
             exit_code=end["exit_code"],
             goes_on=end.get("goes_on") is True,

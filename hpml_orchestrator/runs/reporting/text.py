@@ -17,14 +17,13 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
-from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.life import Life, next_step, read_life
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
 from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.reporting.software import read_software, script_change, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
-from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -319,10 +318,8 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
     continues = []
     with contextlib.suppress(HpmlError):
         continues = [str(run) for run in [state.submission.record().get("continues")] if run]
-    following = []
-    saved = max(one.saved_step or 0 for one in life.attempts)
-    if saved and state.over and state.state != JobState.COMPLETED:
-        following = [f"hpml requeue {state.submission.label} continues from step {saved:,}"]
+    following = next_step(state, life)
+    ignored = next((one.ignored for one in reversed(life.attempts) if one.ignored), "")
     cost = "restarts" if len(life.attempts) > 1 else "saving"
     lines = {
         "continues": continues,
@@ -330,7 +327,8 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
         cost: [life.restarts] if life.restarts else [],
         "progress": [life.progress] if life.progress and not state.over else [],
         "advice": [life.advice] if life.advice else [],
-        "next": following,
+        "stop": [ignored] if ignored else [],
+        "next": [following] if following else [],
     }
     return {name: text for name, text in lines.items() if text}
 

@@ -10,9 +10,11 @@ import pytest
 
 from hpml_orchestrator.diagnosis.model import Diagnosis
 from hpml_orchestrator.diagnosis.wording import status_line
+from hpml_orchestrator.errors import JobFailedError
 from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport
@@ -156,6 +158,32 @@ def test_a_run_that_may_not_continue(training: Training) -> None:
         "steps 0 to 100; does not continue: 20 attempts are used up"
     )
     assert training.life().lost_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "command"),
+    [
+        ("TIMEOUT", "hpml requeue RUN continues from step 60"),
+        ("FAILED", "hpml requeue RUN continues from step 60"),
+        # not into the same limit
+        ("OUT_OF_MEMORY", "hpml resubmit RUN --set resources.memory=… continues from step 60"),
+    ],
+)
+def test_the_last_word_of_a_run_is_how_it_continues(
+    training: Training, state: str, command: str
+) -> None:
+    """`show` has it, and so has the error of `run` and `wait`."""
+    ignored = "your program did not react to the request to stop and was ended"
+    attempt = training.start()
+    training.save(attempt, 60, 1.0)
+    training.end(attempt, "time_limit", requeue=False, ignored=ignored, state=state)
+    training.world.scheduler.move("1", JobState.FAILED if "MEM" in state else JobState(state))
+    command = command.replace("RUN", training.submission.sid)
+    lines = training.lines()
+    assert (lines["next"], lines["stop"]) == ([command], [ignored])
+    with pytest.raises(JobFailedError) as error:
+        refuse_failed(training.world.state(training.submission))
+    assert error.value.hint == command
 
 
 def test_an_attempt_that_never_trained_is_lost(training: Training) -> None:
