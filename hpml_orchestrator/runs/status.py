@@ -313,9 +313,8 @@ def _merge_status(
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
     over = status.state.over
-    reason = _exceeded(base, status, end, asked) or _reason(status, own, end, asked)
-    if status.state is JobState.FAILED and own is None and base.backend == "slurm":
-        reason, exit_code = _unseen(submission, reason), exit_code or None
+    reason = _exceeded(base, status, end, asked) or _unseen(base, status, own)
+    reason = reason or _reason(status, own, end, asked)
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
     # waits with Slurm's default credentials, that was its end.
@@ -388,15 +387,15 @@ def _reason(
     return explain(reason, status.job_id) if status.state.waiting else reason
 
 
-def _unseen(submission: Submission, reason: str) -> str:
-    """Return why a job failed of which no start is recorded: that, if its output is missing too."""
-    if run_of(submission).has_output():
-        return reason
-    said = f" ({reason})" if reason else ""
-    root = submission.directory.parents[1]
+def _unseen(base: State, status: JobStatus, own: Attempt | None) -> str:
+    """Return why a job failed of which neither start nor output is recorded; else nothing."""
+    failed = base.backend == "slurm" and status.state is JobState.FAILED
+    if not failed or own is not None or run_of(base.submission).has_output():
+        return ""
+    said = f" ({status.reason})" if status.reason not in {"", "None"} else ""
     return (
-        f"nothing of this job reached its record{said}: do the nodes see {root}? Set HPML_HOME to "
-        "a directory that they see"
+        f"nothing of this job reached its record{said}: do the nodes see "
+        f"{base.submission.directory.parents[1]}? Set HPML_HOME to a directory that they see"
     )
 
 
