@@ -35,6 +35,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend
+from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
     MAX_TASKS,
@@ -140,7 +141,7 @@ def check_job(
     site: ResolvedSite | None = None,
     topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
-    dependencies: bool = True,
+    others: bool = True,
 ) -> CheckReport:
     """Return what prevents a job from running, or may prevent it; nothing is submitted.
 
@@ -157,7 +158,8 @@ def check_job(
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
         targets: why each `target: auto` became what it is, by the name of its entry.
-        dependencies: whether to look for the runs that it waits for; submitting has done so.
+        others: whether to look for the runs that it waits for, and for those that save to the same
+            directory; submitting has done so.
     """
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -191,8 +193,9 @@ def check_job(
         findings += check_records(records)
         try:
             check_backend(job, backend)
-            if dependencies:
+            if others:
                 pending_dependencies(Store(records), job.after, backend=backend)
+                refuse_shared_checkpoints(Store(records), job)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.binding import topologies_of
 from hpml_orchestrator.check.finding import error
 from hpml_orchestrator.check.job import CLUSTER_SECONDS, DeadlineRunner, check_job, refusal
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import first_few, printable
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
-from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
+from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_shared_checkpoints
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.scheduler.environment import job_environment
@@ -84,6 +84,11 @@ def prepare_checked(
         sid=sid,
         record=record,
     )
+    try:
+        claim_checkpoints(store, submission)
+    except InputError as error:  # another process has been faster since
+        submission.record_refusal(str(error), now=time.time())
+        raise
     return submission, scheduler
 
 
@@ -130,7 +135,7 @@ def _refuse_unaccepted(
         store,
         cluster_seconds=_CLUSTER_SECONDS,
         walk_seconds=1.0,
-        dependencies=False,
+        others=False,
     )
     # The submission itself reports a moment later that records cannot be written.
     errors = [finding for finding in report.errors if finding.code != "records.unwritable"]

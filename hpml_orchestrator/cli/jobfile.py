@@ -42,6 +42,7 @@ from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import explained, render_job, write_rendered
+from hpml_orchestrator.runs.resubmit import claim_checkpoints
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import load_job, parse_setting
@@ -219,6 +220,7 @@ def _resume(store: Store, submission: Submission) -> str:
         environment=dict(os.environ),
         notice=notice,
         after=lambda words: pending_dependencies(store, words, backend=backend),
+        claim=lambda: claim_checkpoints(store, submission),
     )
 
 

@@ -64,7 +64,7 @@ def resubmit(
     made, job_id = submit_rendered(
         store, render_again, checked=not no_check, record={"continues": submission.sid}
     )
-    directory = checkpoint_directory(state)
+    directory = checkpoint_directory(submission)
     if directory and made.record()["job"]["checkpoint"]["directory"] == directory:
         last = last_to_save(store, directory, before=made)
         also = f"; {last.sid} saved last" if last and last.sid != submission.sid else ""

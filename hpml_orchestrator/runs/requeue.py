@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
@@ -19,7 +20,7 @@ from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.request import recorded_job
-from hpml_orchestrator.runs.resubmit import refuse_if_continued
+from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
@@ -51,7 +52,8 @@ def requeue(
     """Continue a run or one task of an array; return `id`, `job_id` and `outcome`.
 
     Raises:
-        InputError: there is nothing to continue, or it belongs to another cluster.
+        InputError: there is nothing to continue, it belongs to another cluster, or another run
+            saves to its directory of checkpoints.
         SchedulerError: the scheduler refused the continuation; no job exists.
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
@@ -79,7 +81,10 @@ def requeue(
         raise _wrong(label, "has never started: there is nothing to continue", hint)
     refuse_if_continued(store, state, also_ended=True, backends=backends)
     known.add(state.job_id.partition("_")[0])  # this one is over, too
-    job_id = _continue(store, state, newest, scheduler, known, environment, clock, sleep, notice)
+    claim = partial(claim_checkpoints, store, submission, backends=backends)
+    job_id = _continue(
+        store, state, newest, scheduler, known, claim, environment, clock, sleep, notice
+    )
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
 
@@ -117,6 +122,7 @@ def _continue(
     newest: Attempt,
     scheduler: Scheduler,
     known: Collection[str],
+    claim: Callable[[], None],
     environment: Mapping[str, str],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -147,6 +153,7 @@ def _continue(
                 newest,
                 (start.number if start else 0) + 1,
                 scheduler,
+                claim,
                 environment,
                 clock,
                 notice,
@@ -163,6 +170,7 @@ def _start(
     newest: Attempt,
     number: int,
     scheduler: Scheduler,
+    claim: Callable[[], None],
     environment: Mapping[str, str],
     clock: Callable[[], float],
     notice: Callable[[str], None],
@@ -187,11 +195,12 @@ def _start(
     closed = (submission.directory / "final.json").exists()
     reopen(submission)
     try:
+        claim()
         job_id = scheduler.submit(request, arguments)
     except SchedulerUnavailable as error:
         hint = f"`hpml requeue {submission.label}` looks for the job and makes one if there is none"
         raise SchedulerUnavailable(str(error), hint=hint) from error
-    except SchedulerError:
+    except (InputError, SchedulerError):
         # Refused, so the recorded end is valid again. The refusal is recorded as the outcome of
         # this start: the next call need not wait for a job that will never appear.
         newest.record_next("refused", "", now=clock())

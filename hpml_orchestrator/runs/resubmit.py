@@ -1,18 +1,27 @@
-"""Submit the job of a run that is over again, so that it continues from the run's checkpoints."""
+"""Submit the job of a run that is over again, so that it continues from the run's checkpoints.
+
+A directory of checkpoints has one writer. Whoever is about to call sbatch claims the directory
+first, with a number, as `records.starts` explains.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.records.starts import mark_start, newest_start
 from hpml_orchestrator.runs.backend import refuse_elsewhere
 from hpml_orchestrator.runs.request import recorded_job
+from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Store
@@ -22,20 +31,21 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
 
 
-def checkpoint_directory(state: State) -> str:
+def checkpoint_directory(submission: Submission) -> str:
     """Return the absolute directory of a run's checkpoints; empty if its job saves none.
 
     For an array it contains `{array.index}` if each task has its own directory.
 
     Args:
-        state: of a run, or of an array.
+        submission: of a run, of an array, or of one of its tasks.
     """
-    own = recorded_job(state.submission).checkpoint
+    own = recorded_job(submission).checkpoint
     if not own.enabled:
         return ""
-    run = f"{state.submission.sid}.{{array.index}}" if state.tasks else state.submission.label
+    whole = submission.index is None and submission.is_array()
+    run = f"{submission.sid}.{{array.index}}" if whole else submission.label
     directory = own.directory.removeprefix("{run.dir}/").replace("{run.id}", run)
-    return os.path.normpath(os.path.join(state.run.directory.with_name(run), directory))
+    return os.path.normpath(os.path.join(run_of(submission).directory.with_name(run), directory))
 
 
 def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None = None) -> None:
@@ -66,9 +76,11 @@ def refuse_if_continued(
     Raises:
         InputError: names that run.
     """
-    directory = checkpoint_directory(state)
-    sharers = _with_directory(store, directory, state.submission) if directory else ()
-    others = [other for other in sharers if other.record().get("continues")]
+    others = [
+        other
+        for other in _with_same_directory(store, state.submission)
+        if other.record().get("continues")
+    ]
     for other_state in states(store, others, backends=backends):
         other = other_state.submission
         if other_state.unfinished or (also_ended and other_state.created > state.created):
@@ -88,14 +100,52 @@ def refuse_shared_checkpoints(store: Store, job: Job) -> None:
         InputError: names that run.
     """
     own = job.checkpoint
-    if not own.enabled or not own.is_shared or "{" in own.directory:
-        return
-    for state in states(store, _with_directory(store, os.path.normpath(own.directory))):
+    if own.enabled and own.is_shared and "{run.id}" not in own.directory:
+        directory = os.path.normpath(own.directory)
+        _refuse_shared(states(store, _with_directory(store, directory)), directory)
+
+
+def claim_checkpoints(
+    store: Store, submission: Submission, *, backends: Backends | None = None
+) -> None:
+    """Claim a submission's directory of checkpoints, just before sbatch is called for it.
+
+    The submission, or the start of its continuation, must be on record. Of several submissions that
+    claim one directory at the same time, one succeeds.
+
+    Raises:
+        InputError: names another run that saves there and is not over.
+        RecordError: the records cannot be written.
+    """
+    directory = checkpoint_directory(replace(submission, index=None))
+    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
+    first = store.submissions_dir / f".{digest}.claimed"
+    # Nobody else knows the directory of a run that has not started, unless its path was given.
+    is_own = directory != recorded_job(submission).checkpoint.directory
+    taken = not directory or (is_own and submission.job() is None)
+    while not taken:
+        # Read before the search: whoever claims the directory later takes the number that would
+        # have been ours.
+        newest = newest_start(first)
+        holder = newest.owner.job_key if newest and newest.owner else ""
+        # A submission that is only prepared has to claim the directory, too.
+        sharers = [
+            other
+            for other in _with_same_directory(store, submission)
+            if other.starts() or other.sid == holder
+        ]
+        _refuse_shared(states(store, sharers, backends=backends), directory)
+        number = newest.number + 1 if newest else 1
+        taken = mark_start(first, number, now=time.time(), key=submission.sid)
+
+
+def _refuse_shared(sharers: Iterable[State], directory: str) -> None:
+    for state in sharers:
         if state.unfinished:
             raise InputError(
                 f"{state.submission.sid}, which is {state.state}, saves its checkpoints there",
                 field="checkpoint.directory",
-                value=own.directory,
+                value=directory,
                 hint="give another directory, or wait for that run",
             )
 
@@ -133,7 +183,7 @@ def fields_to_resubmit(state: State) -> JobFields:
     waited for are left out once it has started.
     """
     job = state.submission.record()["job"]
-    directory = checkpoint_directory(state)
+    directory = checkpoint_directory(state.submission)
     if directory:
         job["checkpoint"] = {**job["checkpoint"], "directory": directory}
     if state.attempts:
@@ -147,14 +197,17 @@ def last_to_save(store: Store, directory: str, *, before: Submission) -> Submiss
     return next((one for one in others if one.sid != before.sid), None)
 
 
-def _with_directory(
-    store: Store, directory: str, of: Submission | None = None
-) -> Iterator[Submission]:
-    """Yield the submissions, other than a run's own, that save to a directory, newest first."""
+def _with_same_directory(store: Store, of: Submission) -> Iterator[Submission]:
+    """Yield the other submissions that save to the directory of this one, newest first."""
+    directory = checkpoint_directory(replace(of, index=None))
+    for submission in _with_directory(store, directory) if directory else ():
+        if submission.sid != of.sid:
+            yield submission
+
+
+def _with_directory(store: Store, directory: str) -> Iterator[Submission]:
+    """Yield the submissions that save to a directory, newest first."""
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
-            saves_to = recorded_job(submission).checkpoint.directory
-            if of is not None and of.index is not None:
-                saves_to = saves_to.replace("{array.index}", str(of.index))
-            if saves_to == directory and (of is None or submission.sid != of.sid):
+            if checkpoint_directory(submission) == directory:
                 yield submission

@@ -260,17 +260,19 @@ def resume(
     sleep: Callable[[float], None] = time.sleep,
     notice: Callable[[str], None] = lambda _: None,
     after: Callable[[Sequence[str]], list[WaitedRun]] | None = None,
+    claim: Callable[[], None] = lambda: None,
 ) -> str:
     """Complete a submission that was interrupted, and return its job's id.
 
     The job is searched for first. It is submitted only once it is certain that there is none and
     that no sbatch of an earlier hpml can still create one; if several hpml find so at the same
     time, one of them submits it. `after` returns which of the runs that it waits for are not over
-    yet, as `pending_dependencies` does; by default the recorded ones count.
+    yet, as `pending_dependencies` does; by default the recorded ones count. `claim` claims the
+    directory of checkpoints, just before sbatch is called.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one. Or it
-            belongs to another cluster.
+            belongs to another cluster, or another run saves to its directory of checkpoints.
         SchedulerError: as `submit`.
         SchedulerUnavailable: the scheduler gives no answer.
     """
@@ -296,6 +298,7 @@ def resume(
             runs = submission.record().get("after", [])
             if after is not None and runs:
                 runs = after([f"{run['end']}:{run['run']}" for run in runs])
+            claim()
             job_id = _start(submission, scheduler, starts + 1, runs, environment, clock)
             if job_id is not None:
                 return job_id

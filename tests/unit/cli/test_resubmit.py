@@ -97,3 +97,35 @@ def test_refusals(
 def test_a_beginning_of_an_id_is_not_enough(hpml: Hpml, old: dict[str, Any]) -> None:
     """As for every command that acts: another run could be meant."""
     assert hpml("resubmit", old["id"][:7]).refuses(3, "no run")
+
+
+def test_of_two_in_the_same_second_one_saves_there(shell: Shell, hpml: Hpml) -> None:
+    """Two submissions with one directory of checkpoints, and two that continue one run."""
+    job = shell.job(
+        "twice",
+        command=["sleep", "60"],
+        checkpoint={"directory": str(shell.root / "twice")},
+        monitor=False,
+        binding="none",
+    )
+
+    def one_of_two(*words: str) -> str:
+        """Start both at once; return the id of the one that was submitted."""
+        both = [shell.start(*words) for _ in range(2)]
+        printed = [process.communicate(timeout=120) for process in both]
+        (made,) = [out.split()[1] for out, _ in printed if out]
+        (error,) = [err for out, err in printed if not out]
+        assert sorted(process.returncode for process in both) == [0, 2]
+        assert f"{made}, which is " in error
+        assert "saves its checkpoints there" in error or "is continued by" in error
+        return made
+
+    first = one_of_two("submit", "--local", "--no-check", job)
+    checked = hpml("check", "--local", "--json", job)
+    assert checked.code != 0
+    (finding,) = [one for one in checked.json()["findings"] if one["level"] == "error"]
+    assert finding["field"] == "checkpoint.directory"
+    assert f"{first}, which is " in finding["message"]
+    assert hpml("cancel", first).code == 0
+    assert hpml("wait", first).code != 0
+    assert hpml("cancel", one_of_two("resubmit", "--no-check", first)).code == 0

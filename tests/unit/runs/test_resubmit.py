@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,14 @@ from hpml_orchestrator.runs.prune import prune
 from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
+    claim_checkpoints,
     fields_to_resubmit,
     refuse_to_resubmit,
 )
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.load import load_job
+from hpml_orchestrator.testing.clock import FakeClock
+from hpml_orchestrator.testing.scheduler import FakeScheduler
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
@@ -73,7 +77,7 @@ def test_the_checkpoints_of_the_old_run(
     name = f"{submission.sid}.{{array.index}}" if array else submission.sid
     run = str(world.store.runs_dir / name)
     wanted = directory.replace("{run}", run).replace("{id}", name)
-    assert checkpoint_directory(state) == wanted
+    assert checkpoint_directory(submission) == wanted
     fields = fields_to_resubmit(state)
     if wanted:
         assert fields["checkpoint"]["directory"] == wanted
@@ -132,7 +136,7 @@ def test_a_run_of_another_cluster(world: World) -> None:
 def test_only_one_run_continues_another_at_a_time(world: World) -> None:
     """Also through a third run in between; once it is over the next may."""
     first = ended(world, checkpoint=True)
-    directory = checkpoint_directory(world.state(first))
+    directory = checkpoint_directory(first)
     world.clock.sleep(1)
     second = ended(world, "second", checkpoint={"directory": directory})
     rewrite(second, continues=first.sid)
@@ -155,7 +159,7 @@ def test_only_one_run_continues_another_at_a_time(world: World) -> None:
 def test_prune_keeps_the_checkpoints_of_a_run_that_is_continued(world: World) -> None:
     """Until what continues it is removed, too."""
     first = ended(world, checkpoint=True)
-    directory = checkpoint_directory(world.state(first))
+    directory = checkpoint_directory(first)
     second = ended(world, "second", checkpoint={"directory": directory})
     rewrite(second, continues=first.sid)
     done = prune(world.store, [first], dry_run=False, backends=world.backends)
@@ -176,7 +180,34 @@ def test_prune_keeps_the_checkpoints_of_an_array(world: World) -> None:
         return submission
 
     used, unused = ended_array("used", True), ended_array("unused", True)
-    ended_array("next", {"directory": checkpoint_directory(world.state(used))})
+    ended_array("next", {"directory": checkpoint_directory(used)})
     done = prune(world.store, [used, unused], dry_run=False, backends=world.backends)
     assert [sid for sid, _ in done.kept] == [used.sid]
     assert [run.id for run in done.removed] == [unused.sid]
+
+
+def test_a_directory_belongs_to_whoever_claims_it_first(world: World) -> None:
+    """Of submissions, and of what continues a run; a refused continuation leaves no trace."""
+
+    def again() -> None:
+        requeue(world.store, first, environment={}, backends=world.backends)
+
+    def claim(submission: Submission) -> None:
+        claim_checkpoints(world.store, submission, backends=world.backends)
+
+    world.scheduler = FakeScheduler(FakeClock(time.time()))
+    first = ended(world, checkpoint=True)
+    directory = {"directory": checkpoint_directory(first)}
+    faster, slower = (world.prepare(name, checkpoint=directory) for name in ("faster", "slower"))
+    claim(faster)
+    before = world.state(first)
+    held = f"{faster.sid}, which is SUBMITTING, saves its checkpoints there"
+    with pytest.raises(InputError, match=held):
+        claim(slower)
+    with pytest.raises(InputError, match=held):
+        again()
+    assert world.state(first) == before
+    world.scheduler.move(world.go(faster), JobState.COMPLETED)
+    again()
+    with pytest.raises(InputError, match=f"{first.sid}, which is PENDING, saves its"):
+        claim(slower)
