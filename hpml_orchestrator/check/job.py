@@ -34,7 +34,7 @@ from hpml_orchestrator.check.rules import ClusterAnswer, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.after import pending_dependencies
-from hpml_orchestrator.runs.backend import check_backend
+from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
@@ -214,6 +214,10 @@ def check_job(
         return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     answer = ClusterAnswer()
     if cluster is not None:
+        try:
+            refuse_other_clusters(cluster.limits.cluster, environment)
+        except InputError as fault:
+            findings.append(_as_finding(fault))
         answer = _compare(asked, cluster, sizes, profile)
         findings += answer.findings
         not_asked = _hidden(cluster)

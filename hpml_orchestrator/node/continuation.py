@@ -204,12 +204,14 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
                 stderr=stderr,
                 check=False,
             )
-        match = re.match(r"\d+", read_text(out))
+        answer = read_text(out)
+        # The words are those of a site's wrapper that drops `--parsable`.
+        match = re.match(r"(?:.*\bSubmitted batch job )?(\d+)", answer, re.DOTALL)
         if match:
-            submission.record_continuation(match[0], now=time.time())
-            records.record_next("continuation", match[0], exclude=avoid, now=time.time())
+            submission.record_continuation(match[1], now=time.time())
+            records.record_next("continuation", match[1], exclude=avoid, now=time.time())
             return ""
-        message = read_text(err)
+        message = read_text(err) + answer
         if not done.returncode or _UNREACHABLE.search(message):
             # A job may exist nevertheless; the next query of the run's state finds it.
             _say(f"sbatch gave no usable answer: {_clean(message)}")

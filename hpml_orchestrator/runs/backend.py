@@ -13,6 +13,8 @@ from hpml_orchestrator.errors import InputError, SchedulerUnavailable, did_you_m
 from hpml_orchestrator.scheduler.model import Scheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
@@ -55,6 +57,27 @@ def check_backend(job: Job, name: str) -> None:
             value=job.mpi,
             hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
         )
+
+
+def refuse_other_clusters(cluster: str, environment: Mapping[str, str]) -> None:
+    """Refuse variables with which sbatch would submit to another cluster.
+
+    Args:
+        cluster: this one; empty if it is not known.
+        environment: of the submitting process.
+
+    Raises:
+        InputError: names the variable, and what to do.
+    """
+    for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+        wanted = environment.get(name, "")
+        if cluster and wanted.lower() not in ("", cluster.lower()):
+            raise InputError(
+                f"jobs go to the cluster of this login node, {cluster}",
+                field=name,
+                value=wanted,
+                hint=f"run hpml on a login node of {wanted}; or `unset {name}`",
+            )
 
 
 def cluster_name(scheduler: Scheduler) -> str:

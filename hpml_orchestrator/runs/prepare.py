@@ -18,7 +18,7 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
-from hpml_orchestrator.runs.backend import check_backend
+from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
 from hpml_orchestrator.scheduler.environment import job_environment
@@ -135,6 +135,8 @@ def prepare(
     """
     job = rendered.resolved.job
     check_backend(job, backend)
+    if backend == "slurm":
+        refuse_other_clusters(cluster, environment)
     moment = time.time() if now is None else now
     # What hpml writes is not the user's code: without this list every run's records would make the
     # next run's working tree look dirty.

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -20,9 +21,10 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     final_refusal,
     hint_for,
     not_configured,
+    on_other_cluster,
     transport_fault,
 )
-from hpml_orchestrator.scheduler.slurm.parse import parse_job_id
+from hpml_orchestrator.scheduler.slurm.parse import parse_answer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -113,8 +115,8 @@ def recover(
     answers = answers or directory
     # The order matters. Evidence on disk comes first, since it is final and
     # needs no scheduler: sbatch's own answer, then the id that a job wrote when it started.
-    answered = _answered(answers)
-    if answered and answered.job_id not in known:
+    answered = _answered(answers, scheduler)
+    if answered and not (isinstance(answered, Found) and answered.job_id in known):
         return answered
     recorded = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
     if recorded:
@@ -144,13 +146,15 @@ def recover(
     if sbatch_started_at is None:
         return Absent("sbatch was never started")
     # A clock that was set back makes the wait longer, never shorter.
-    outcome = _jobless(answers, grace_seconds, max(now - sbatch_started_at, 0.0))
+    outcome = _jobless(answers, scheduler, grace_seconds, max(now - sbatch_started_at, 0.0))
     if isinstance(outcome, Found) and outcome.job_id in known:
         return Absent("the answer of sbatch is that of an earlier job")
     return outcome
 
 
-def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
+def _jobless(
+    directory: Path, scheduler: Scheduler, grace_seconds: float, elapsed_seconds: float
+) -> Outcome:
     stderr = read_text_or_nothing(directory / "sbatch.err")
     refused = final_refusal(stderr)
     if refused:
@@ -162,11 +166,16 @@ def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> O
     if left > 0:
         return Undecided("sbatch was started a moment ago and has not answered", left)
     # sbatch may have answered while the scheduler was being queried.
-    return _answered(directory) or Absent(
+    return _answered(directory, scheduler) or Absent(
         f"sbatch has left neither answer nor job in {grace_seconds:g} s"
     )
 
 
-def _answered(directory: Path) -> Found | None:
-    job_id = parse_job_id(read_text_or_nothing(directory / "sbatch.out"))
+def _answered(directory: Path, scheduler: Scheduler) -> Found | Absent | None:
+    job_id, cluster = parse_answer(read_text_or_nothing(directory / "sbatch.out"))
+    if cluster:
+        with contextlib.suppress(SchedulerUnavailable):
+            if cluster != (here := scheduler.cluster()):
+                message, hint = on_other_cluster(job_id, cluster, here)
+                return Absent("sbatch sent it to another cluster", message, hint)
     return Found(job_id, "sbatch.out") if job_id else None

@@ -26,6 +26,7 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     hint_for,
     no_such_job,
     not_configured,
+    on_other_cluster,
     transport_fault,
 )
 from hpml_orchestrator.scheduler.slurm.parse import (
@@ -37,7 +38,7 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     escape_output,
     escape_task_output,
     match,
-    parse_job_id,
+    parse_answer,
     parse_sacct,
     parse_squeue,
     valid_id,
@@ -183,7 +184,7 @@ class SlurmScheduler:
         out what it did.
 
         Raises:
-            SchedulerError: refused; no job exists.
+            SchedulerError: refused, and no job exists; or sent to another cluster.
             SchedulerUnavailable: no usable answer; a job may exist.
             NotFoundError: the directory does not exist.
         """
@@ -206,11 +207,14 @@ class SlurmScheduler:
             raise SchedulerUnavailable(error.message, hint=_RESUME_HINT) from error
         # The file comes before the exit status. sbatch may be killed after the controller has
         # answered, and an id on disk proves that the job exists, whatever the status says.
-        job_id = parse_job_id(read_text_or_nothing(out))
-        if job_id is not None:
+        stdout, stderr = read_text_or_nothing(out), read_text_or_nothing(err)
+        job_id, cluster = parse_answer(stdout)
+        if cluster and cluster != self.cluster():
+            message, hint = on_other_cluster(job_id, cluster, self.cluster())
+            raise SchedulerError(message, hint=hint)
+        if job_id:
             return job_id
-        stderr = read_text_or_nothing(err)
-        message = clean(stderr) or "no message"
+        message = clean(stderr + stdout) or "no message"
         if returncode < 0:
             raise SchedulerUnavailable(
                 f"sbatch was killed by signal {-returncode}: {message}", hint=_RESUME_HINT

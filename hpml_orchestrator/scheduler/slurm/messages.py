@@ -123,6 +123,15 @@ def hint_for(text: str) -> str:
     return ""
 
 
+def on_other_cluster(job_id: str, cluster: str, here: str) -> tuple[str, str]:
+    """Return the message and the hint for a job that sbatch has sent to another cluster."""
+    message = f"sbatch sent it to cluster {cluster}, as job {job_id}; this is {here}"
+    return message, (
+        f"`scancel --clusters={cluster} {job_id}` cancels that job; "
+        f"run hpml on a login node of {cluster}"
+    )
+
+
 def transport_fault(text: str) -> bool:
     """Return whether the controller or the connection to it failed, not the request itself."""
     return _TRANSPORT.search(text) is not None

@@ -48,7 +48,11 @@ SACCT_FIELDS = (
 """For `sacct --format`; AllocCPUS only fills the column of restarts."""
 
 _NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
-_JOB_ID = re.compile(r"(\d+)(?:;(\S+))?", re.ASCII)
+_ANSWERS = (
+    re.compile(r"(\d+)(?:;(\S+))?", re.ASCII),
+    # of a site's wrapper that drops `--parsable`
+    re.compile(r"(?:.*\s)?Submitted batch job (\d+)(?: on cluster (\S+))?", re.ASCII),
+)
 _VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 _SIGNAL_MASK = 0x7F
 _CODE_SHIFT = 8
@@ -107,21 +111,22 @@ def valid_id(job_id: str) -> bool:
     return _VALID_ID.fullmatch(job_id) is not None
 
 
-def parse_job_id(text: str) -> str | None:
-    r"""Return the id in what `sbatch --parsable` wrote, or None; a torn line is none.
+def parse_answer(text: str) -> tuple[str, str]:
+    r"""Return job id and cluster from sbatch's answer, each empty if missing; a torn line is none.
 
-    >>> parse_job_id("4711;cluster\n")
-    '4711'
-    >>> parse_job_id("47") is None
-    True
+    >>> parse_answer("4711;Cluster\n"), parse_answer("Submitted batch job 4711\n")
+    (('4711', 'cluster'), ('4711', ''))
+    >>> parse_answer("47")
+    ('', '')
     """
     # Only a complete line counts: sbatch may be killed in the middle of a write, and `47` could be
     # the beginning of `4711`, another user's job. Other lines come from a site's wrapper.
     for line in text.splitlines(keepends=True):
-        answer = _JOB_ID.fullmatch(line.strip())
-        if answer and line.endswith("\n") and valid_id(answer[1]):
-            return answer[1]
-    return None
+        for pattern in _ANSWERS if line.endswith("\n") else ():
+            answer = pattern.fullmatch(line.strip())
+            if answer and valid_id(answer[1]):
+                return answer[1], (answer[2] or "").lower()
+    return "", ""
 
 
 def parse_time(text: str) -> float | None:

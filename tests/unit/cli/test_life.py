@@ -89,6 +89,21 @@ def test_a_directory_of_checkpoints_has_one_run_at_a_time(
     assert hpml("submit", "--no-check", other).code == 0
 
 
+def test_variables_that_send_jobs_to_another_cluster(
+    shell: Shell, hpml: Hpml, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused by name; the name of this cluster changes nothing."""
+    job = shell.job("elsewhere")
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        monkeypatch.setitem(shell.variables, name, "slaking")
+        error = f"{name}: jobs go to the cluster of this login node, fake (got 'slaking')"
+        assert hpml("submit", "--no-check", job).refuses(2, error, f"`unset {name}`")
+        monkeypatch.setitem(shell.variables, name, "Fake")
+    before = len(slurm.jobs)
+    assert hpml("submit", "--no-check", job).code == 0
+    assert len(slurm.jobs) == before + 1
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_following_names_each_attempt_once(
     shell: Shell, run: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch, *, trains: bool

@@ -52,7 +52,7 @@ def submitted(fake: FakeScheduler, directory: Path, fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("answer", "wrote", "found"),
     [
-        ("12;box\n", ("13",), Found("12", "sbatch.out")),
+        ("12;Fake\n", ("13",), Found("12", "sbatch.out")),
         ("", ("", " 31\n", "32"), Found("31", "job")),
     ],
 )
@@ -61,6 +61,15 @@ def test_an_id_on_disk(tmp_path: Path, answer: str, wrote: tuple[str, ...], foun
     (tmp_path / "sbatch.out").write_text(answer)
     down = FakeScheduler(faults=[Fault.UNAVAILABLE])
     assert decide(down, tmp_path, wrote=wrote) == found
+
+
+def test_an_answer_of_another_cluster(tmp_path: Path) -> None:
+    """The job of that id here is another one: the submission counts as refused."""
+    (tmp_path / "sbatch.out").write_text("12;box\n")
+    outcome = decide(FakeScheduler(), tmp_path)
+    assert isinstance(outcome, Absent)
+    assert "cluster box, as job 12; this is fake" in outcome.refused
+    assert "scancel --clusters=box 12" in outcome.hint
 
 
 @pytest.mark.parametrize("torn", ["", "1", "12", "sbatch: 12\n", "\x00\x00"])

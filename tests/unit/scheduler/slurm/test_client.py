@@ -137,13 +137,33 @@ def test_the_tasks_of_an_array_are_one_question() -> None:
 
 def test_submit(tmp_path: Path) -> None:
     """The id is returned, the environment travels unchanged, and the answer is kept on disk."""
-    runner = FakeRunner({"sbatch": [Completed(0, "4711;box\n")]})
+    config = Completed(0, "ClusterName             = Box\n")
+    runner = FakeRunner({"sbatch": [Completed(0, "4711;box\n")], "scontrol": [config]})
     assert slurm(runner).submit(request_in(tmp_path)) == "4711"
     assert runner.calls[0].env == {"PATH": "/bin", "HPML_X": "1"}
     assert runner.calls[0].cwd == tmp_path
     assert (tmp_path / "sbatch.out").read_text() == "4711;box\n"
     # an id counts more than the status
     assert sbatch(tmp_path, Completed(1, "12\n", "sbatch: error: whatever\n")) == "12"
+
+
+def test_a_job_that_went_to_another_cluster(tmp_path: Path) -> None:
+    """It is an error that names the cluster and cancels the job; not the job of that id here."""
+    config = Completed(0, "ClusterName             = box\n")
+    runner = FakeRunner({"sbatch": [Completed(0, "60060368;slaking\n")], "scontrol": [config]})
+    with pytest.raises(
+        SchedulerError, match="cluster slaking, as job 60060368; this is box"
+    ) as one:
+        slurm(runner).submit(request_in(tmp_path))
+    assert not isinstance(one.value, SchedulerUnavailable)
+    assert "`scancel --clusters=slaking 60060368`" in one.value.hint
+
+
+def test_a_wrapper_that_drops_an_option(tmp_path: Path) -> None:
+    """Its words are read; what cannot be read is shown."""
+    assert sbatch(tmp_path, Completed(0, "Submitted batch job 4711\n")) == "4711"
+    with pytest.raises(SchedulerUnavailable, match="welcome; your job is number four"):
+        sbatch(tmp_path, Completed(0, "your job is number four\n", "welcome\n"))
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState, parse_state
 from hpml_orchestrator.scheduler.slurm.parse import (
     escape_output,
     match,
+    parse_answer,
     parse_exit,
-    parse_job_id,
     parse_sacct,
     parse_squeue,
     parse_time,
@@ -189,7 +189,7 @@ def test_parsers_never_fail(text: str) -> None:
     match(rows, ["1", "1_1", "1+1"])
     parse_time(text)
     parse_exit(text)
-    parse_job_id(text)
+    parse_answer(text)
 
 
 @pytest.mark.parametrize(
@@ -234,19 +234,22 @@ def test_exit_codes(text: str, expected: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("4711\n", "4711"),
-        ("4711;box\n", "4711"),
-        ("hello from a wrapper\n4711\n", "4711"),
-        ("4711", None),
-        ("Submitted batch job 4711\n", None),
-        ("0\n", None),
-        ("", None),
-        ("4711 4712\n", None),
+        ("4711\n", ("4711", "")),
+        ("4711;Box\n", ("4711", "box")),
+        ("hello from a wrapper\n4711\n", ("4711", "")),
+        ("4711", ("", "")),
+        ("hello\nSubmitted batch job 4711\n", ("4711", "")),
+        ("sbatch: Submitted batch job 4711 on cluster Box\n", ("4711", "box")),
+        ("Submitted batch job 4711", ("", "")),
+        ("Submitted batch job 47x\n", ("", "")),
+        ("0\n", ("", "")),
+        ("", ("", "")),
+        ("4711 4712\n", ("", "")),
     ],
 )
-def test_answer_of_sbatch(text: str, expected: str | None) -> None:
-    """A complete line with nothing but an id is an answer; a torn one is not."""
-    assert parse_job_id(text) == expected
+def test_answer_of_sbatch(text: str, expected: tuple[str, str]) -> None:
+    """A complete line with an id is an answer, also of a wrapper; a torn one is not."""
+    assert parse_answer(text) == expected
 
 
 def slurms_reading(pattern: str) -> str:
