@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 ABOUT = (
-    "A run is named by its id, a unique beginning or end of its id, its job id, or `last`; "
+    "A run is named by its id, a unique beginning or end of its id, its job id, the name of its "
+    "job (commands that only read take the newest run of that name), or `last`; "
     "`RUN.INDEX` is one task of a job array. Commands that print data take `--json`. Options of "
     "`hpml` itself go before the command."
 )

@@ -18,7 +18,7 @@ from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
 from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.backend import choose, cluster_here
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.dashboard import state_json
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
@@ -47,7 +47,7 @@ def _expect(valid: bool, field: str, value: object, right: str) -> None:
 def _store(records: str | Path | None, *, must_exist: bool = False) -> Store:
     valid = records is None or isinstance(records, str | Path)
     _expect(valid, "records", records, "the path of a directory, or None")
-    return open_store(records, must_exist=must_exist)
+    return open_store(records, must_exist=must_exist, cluster=cluster_here)
 
 
 def _seconds(timeout: float | None) -> float:

@@ -158,8 +158,8 @@ def check_job(
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
         targets: why each `target: auto` became what it is, by the name of its entry.
-        others: whether to look for the runs that it waits for, and for those that save to the same
-            directory; submitting has done so.
+        others: whether to look for the runs that it waits for, those that save to the same
+            directory, and other clusters; submitting does so by itself.
     """
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -215,7 +215,8 @@ def check_job(
     answer = ClusterAnswer()
     if cluster is not None:
         try:
-            refuse_other_clusters(cluster.limits.cluster, environment)
+            if others:
+                refuse_other_clusters(cluster.limits.cluster, environment)
         except InputError as fault:
             findings.append(_as_finding(fault))
         answer = _compare(asked, cluster, sizes, profile)

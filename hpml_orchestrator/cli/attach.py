@@ -38,7 +38,7 @@ def attach(
     """
     refuse_empty({"--node": node})
     store = store_of(context)
-    submission = one_run(store.resolve(run), field="RUN", has="nodes")
+    submission = one_run(store.resolve(run, newest=True), field="RUN", has="nodes")
     joined = attachment(
         states(store, [submission])[0],
         appended_arguments(context),

@@ -13,6 +13,7 @@ import typer
 from hpml_orchestrator.cli.process import APPENDED, notice
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.store import Store, open_store
+from hpml_orchestrator.runs.backend import cluster_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,7 +102,8 @@ def store_of(context: typer.Context) -> Store:
         NotFoundError: it names a directory that does not exist, and the command only reads there.
     """
     chosen = (context.obj or {}).get("records") or ""
-    store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
+    must_exist = context.info_name not in _MAKE_RECORDS
+    store = open_store(chosen, must_exist=must_exist, cluster=cluster_here)
     root = store.root
     # A typical slip is `--records DIR/runs`. It would make a second store inside of the first, and
     # find no runs in it.

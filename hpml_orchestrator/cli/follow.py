@@ -44,7 +44,7 @@ def logs(
     For a job array, name one task: RUN.INDEX.
     """
     store = store_of(context)
-    submission = one_run(store.resolve(run), field="RUN", has="output")
+    submission = one_run(store.resolve(run, newest=True), field="RUN", has="output")
     chosen = run_of(submission)
     has_output = chosen.has_output()
     position = start_of_last(chosen.output, lines) if has_output and lines else 0
@@ -66,7 +66,7 @@ def wait(context: typer.Context, run: RunWord = "last", as_json: JsonOption = Fa
     The exit status is 0 if the run completed, otherwise 6.
     """
     store = store_of(context)
-    state = follow(store, store.resolve(run), out=sys.stdout, output=False)
+    state = follow(store, store.resolve(run, newest=True), out=sys.stdout, output=False)
     if as_json:
         print_json(state.to_json())
     refuse_failed(state)

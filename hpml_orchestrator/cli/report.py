@@ -92,7 +92,8 @@ def report(
     site = chosen_site(context)
     server = chosen_prometheus(context, prometheus, prometheus_auth)
     submissions = [
-        one_run(store.resolve(word), field="RUN", has="report") for word in runs or ["last"]
+        one_run(store.resolve(word, newest=True), field="RUN", has="report")
+        for word in runs or ["last"]
     ]
     diagnoses = [
         diagnose_run(state_of(store, submission), site=site, notice=notice, prometheus=server)

@@ -32,7 +32,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
-from hpml_orchestrator.runs.cancel import NOT_CANCELLED
+from hpml_orchestrator.runs.cancel import BEING_SUBMITTED, NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.life import read_life
@@ -145,7 +145,9 @@ def status(
     left of the runs that report them.
     """
     store, site = store_of(context), chosen_site(context)
-    every = states(store, [store.resolve(word) for word in runs] or store.submissions())
+    every = states(
+        store, [store.resolve(word, newest=True) for word in runs] or store.submissions()
+    )
     empty = "no unfinished runs; `hpml list` shows all" if every else "no runs"
     shown = [state for state in every if runs or not state.over]
     lives = [_life(state) for state in shown]
@@ -248,12 +250,15 @@ def cancel(
             typer.echo(f"{outcome['id']}: {outcome['outcome']}")
     if unreadable:
         raise RecordError("\n".join(f"not cancelled: {state.reason}" for state in unreadable))
-    left = [outcome["id"] for outcome in outcomes if outcome["outcome"].startswith(NOT_CANCELLED)]
+    _report_left(outcomes)
+
+
+def _report_left(outcomes: list[dict[str, str]]) -> None:
+    left = {one["id"]: one["outcome"] for one in outcomes if NOT_CANCELLED in one["outcome"]}
+    again = [run for run, outcome in left.items() if BEING_SUBMITTED in outcome]
     if left:
-        raise SchedulerUnavailable(
-            f"not cancelled: {', '.join(left)}",
-            hint=f"the job may still appear; try again: hpml cancel {' '.join(left)}",
-        )
+        hint = f"the job may still appear; try again: hpml cancel {' '.join(again)}"
+        raise SchedulerUnavailable(f"not cancelled: {', '.join(left)}", hint=hint if again else "")
 
 
 def _resolved(store: Store, runs: list[str]) -> list[Submission]:

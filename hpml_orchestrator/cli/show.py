@@ -55,7 +55,7 @@ def show(
     For a job array this lists the tasks; RUN.INDEX shows one.
     """
     store = store_of(context)
-    submission = store.resolve(run)
+    submission = store.resolve(run, newest=True)
     state = states(store, [submission])[0]
     if ranks and state.tasks:
         raise InputError(

@@ -206,7 +206,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         NotFoundError: the run has no record of any node, or of this one.
         InputError: it is an array, or the node's record is damaged.
     """
-    submission = one_run(store.resolve(run), field="--run", has="nodes")
+    submission = one_run(store.resolve(run, newest=True), field="--run", has="nodes")
     attempt = run_of(submission).newest()
     if attempt is None:
         raise NotFoundError(

@@ -42,14 +42,21 @@ def default_root(environment: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(state)) / "hpml"
 
 
-def open_store(records: str | Path | None, *, must_exist: bool = False) -> Store:
+def open_store(
+    records: str | Path | None,
+    *,
+    must_exist: bool = False,
+    cluster: Callable[[], str] = lambda: "",
+) -> Store:
     """Return the store in a directory of records; without one in that of the environment.
+
+    `cluster` is that of `Store`.
 
     Raises:
         NotFoundError: the given directory must exist and does not.
     """
     chosen = {"HPML_HOME": str(records)} if records else {}
-    store = Store(default_root({**os.environ, **chosen}))
+    store = Store(default_root({**os.environ, **chosen}), cluster=cluster)
     if must_exist and chosen and not os.path.lexists(store.root):
         raise NotFoundError(
             f"no such directory of records: {store.root}",
@@ -84,10 +91,16 @@ class Store:
     `<root>/submissions/<sid>/`, `<root>/runs/<rid>/`, `<root>/archives/`, `<root>/local/<host>/`.
     Safe on a shared file system: names are made unique, files are published by rename, nothing is
     locked.
+
+    Args:
+        root: of all records.
+        cluster: returns this machine's cluster, empty if unknown; asked if runs of several clusters
+            have one job id.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, cluster: Callable[[], str] = lambda: "") -> None:
         self.root = root
+        self._cluster = cluster
 
     @property
     def submissions_dir(self) -> Path:
@@ -227,16 +240,18 @@ class Store:
             raise NotFoundError(f"no run {rid!r} under {self.runs_dir}")
         return Run(directory)
 
-    def resolve(self, word: str, *, exact_name: bool = False) -> Submission:
+    def resolve(self, word: str, *, exact_name: bool = False, newest: bool = False) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
         `last` is the user's own last one, not what `hpml bench` or a trial started. A number is a
-        job id and nothing else. Any of these with `.<index>` behind it means one task of a job
-        array; so does Slurm's form of a task's id, `123_4`.
+        job id and nothing else; if several clusters have it, that of this cluster. Any of these
+        with `.<index>` behind it means one task of a job array; so does Slurm's form of a task's
+        id, `123_4`.
 
         Args:
             word: what the user typed.
             exact_name: for commands that cannot be undone; see `ids.named_by`.
+            newest: for commands that read: whether the name of a job means the newest of its runs.
 
         Raises:
             NotFoundError: nothing fits, or the array has no such task.
@@ -251,10 +266,11 @@ class Store:
                 message += " but those that hpml started itself"
                 hint += "; `hpml list` shows all"
             raise NotFoundError(message, hint=hint)
-        match = _named(submissions, word, exact_name=exact_name)
+        match = self._named(submissions, word, exact_name=exact_name, newest=newest)
         task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
         if match is None and task is not None:
-            match = _named(submissions, task[1] or task[3], exact_name=exact_name)
+            whole = task[1] or task[3]
+            match = self._named(submissions, whole, exact_name=exact_name, newest=newest)
             if match is not None:
                 return _task(match, int(task[2] or task[4]), word)
         if match is None:
@@ -271,26 +287,31 @@ class Store:
             raise error
         return match
 
-
-def _named(
-    submissions: list[Submission], word: str, *, exact_name: bool = False
-) -> Submission | None:
-    """Return the submission that a word names, None if there is none."""
-    if word == "last":
-        return next((one for one in submissions if not one.started_by), None)
-    if word.isdecimal():
-        matches = [submission for submission in submissions if submission.has_job(word)]
-    else:
-        by_id = {submission.sid: submission for submission in submissions}
-        matches = [by_id[sid] for sid in named_by(word, by_id, exact_name=exact_name)]
-    if len(matches) > 1:
-        raise InputError(
-            f"names {len(matches)} runs: {first_few([dated(match.sid) for match in matches], 5)}",
-            field="RUN",
-            value=word,
-            hint="give the id of the run" if word.isdecimal() else "give more of the id",
-        )
-    return matches[0] if matches else None
+    def _named(
+        self, submissions: list[Submission], word: str, *, exact_name: bool, newest: bool
+    ) -> Submission | None:
+        """Return the submission that a word names, None if there is none."""
+        if word == "last":
+            return next((one for one in submissions if not one.started_by), None)
+        if word.isdecimal():
+            matches = [submission for submission in submissions if submission.has_job(word)]
+            if len(matches) > 1 and (here := self._cluster()):
+                own = [one for one in matches if one.record().get("cluster") == here]
+                matches = own or matches
+        else:
+            by_id = {submission.sid: submission for submission in submissions}
+            matches = [by_id[sid] for sid in named_by(word, by_id, exact_name=exact_name)]
+            if newest and matches and named_by(word, [matches[0].sid], exact_name=True):
+                matches = matches[:1]
+        if len(matches) > 1:
+            raise InputError(
+                f"names {len(matches)} runs: "
+                f"{first_few([dated(match.sid) for match in matches], 5)}",
+                field="RUN",
+                value=word,
+                hint="give the id of the run" if word.isdecimal() else "give more of the id",
+            )
+        return matches[0] if matches else None
 
 
 def _task(submission: Submission, index: int, word: str) -> Submission:

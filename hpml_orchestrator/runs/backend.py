@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Backends: TypeAlias = Callable[[str, str], Scheduler]
 """`(name, host) -> Scheduler`: every machine has its own local backend."""
 
+GO_THERE = "run hpml on a login node of that cluster"
+
 
 def choose(wanted: str) -> str:
     """Return `slurm` or `local` for `auto`, `slurm` or `local`.
@@ -90,6 +92,15 @@ def cluster_name(scheduler: Scheduler) -> str:
     return ""
 
 
+def cluster_here() -> str:
+    """Return the cluster of this login node; empty without Slurm, or if it does not answer."""
+    if choose("auto") != "slurm":
+        return ""
+    from hpml_orchestrator.scheduler.slurm.client import SlurmScheduler  # noqa: PLC0415 - few ask
+
+    return cluster_name(SlurmScheduler())
+
+
 def elsewhere(cluster: str, scheduler: Scheduler) -> str:
     """Return where a submission is, if that is not the scheduler's cluster; empty if it is.
 
@@ -115,8 +126,7 @@ def not_here(where: str, *, field: str, value: str) -> InputError:
         field: the argument that names it.
         value: its id.
     """
-    hint = "run hpml on a login node of that cluster"
-    return InputError(f"is {where}", field=field, value=value, hint=hint)
+    return InputError(f"is {where}", field=field, value=value, hint=GO_THERE)
 
 
 def refuse_elsewhere(state: State) -> None:

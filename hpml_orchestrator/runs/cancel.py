@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.backend import backends_of, elsewhere
+from hpml_orchestrator.runs.backend import GO_THERE, backends_of, elsewhere
 from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NOT_CANCELLED = "not cancelled"
 """Begins the outcome of a run that may still have a job."""
+
+BEING_SUBMITTED = "it is being submitted"
 
 _PATIENCE_SECONDS = 15.0
 _AGAIN_SECONDS = 1.0
@@ -83,11 +85,13 @@ def _cancel(
         # after the controller forgot ours.
         elif state.elsewhere or state.lost:
             outcome = f"{NOT_CANCELLED}: {state.reason}"
+            if state.elsewhere:
+                outcome += f"; {GO_THERE}"
         # sbatch may be under way. Saying that there is nothing to cancel would leave a job that
         # starts a moment later.
         elif not state.job_id:
             pending.append(submission)
-            outcome = f"{NOT_CANCELLED}: it is being submitted ({state.reason})"
+            outcome = f"{NOT_CANCELLED}: {BEING_SUBMITTED} ({state.reason})"
         else:
             host = str(submission.record()["host"])
             # Raises if the controller does not say which cluster it is: better no cancellation than

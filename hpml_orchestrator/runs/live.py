@@ -172,7 +172,7 @@ class LiveJobs:
         self._unknown: set[str] = set()  # job ids that Prometheus has not returned yet
         for word in self.words:
             try:
-                self._runs.append(run := self.store.resolve(word))
+                self._runs.append(run := self.store.resolve(word, newest=True))
                 self._words[run.sid] = word
             except NotFoundError:
                 if word not in self._job_ids:

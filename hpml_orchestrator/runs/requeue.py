@@ -20,7 +20,7 @@ from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.request import recorded_job
-from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_if_continued
+from hpml_orchestrator.runs.resubmit import ACTIVE, claim_checkpoints, refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
@@ -90,7 +90,7 @@ def requeue(
 
 def _ask_to_stop(state: State, newest: Attempt | None, now: float) -> dict[str, str]:
     label = state.submission.label
-    if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
+    if state.state not in ACTIVE:
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
     if not recorded_job(state.submission).checkpoint.enabled:
         raise _wrong(

@@ -20,6 +20,9 @@ from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import states
 
+ACTIVE = ("RUNNING", "SUSPENDED", "STOPPED")
+"""States of a job whose ranks can be asked to save."""
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -172,8 +175,10 @@ def _not_over(state: State) -> tuple[str, str] | None:
         return None
     if state.state == "COMPLETING":
         return "is ending", "try again in a few seconds"
-    restart = f"`hpml requeue {label}` restarts it in its own job"
-    return f"has not ended: it is {state.state}", f"{restart}; or `hpml cancel {label}` first"
+    hint = f"`hpml cancel {label}` first"
+    if state.state in ACTIVE and recorded_job(state.submission).checkpoint.enabled:
+        hint = f"`hpml requeue {label}` restarts it in its own job; or {hint}"
+    return f"has not ended: it is {state.state}", hint
 
 
 def fields_to_resubmit(state: State) -> JobFields:

@@ -99,11 +99,22 @@ def test_no_command_touches_a_job_of_the_other_cluster(clusters: Clusters) -> No
     assert len(clusters.there.json("list")) == 2
 
 
-def test_a_job_id_names_the_runs_of_both(clusters: Clusters) -> None:
-    """The same id twice is refused; the id of the run selects one."""
-    done = clusters.there.hpml("cancel", clusters.run["job_id"], code=2)
-    assert clusters.run["id"] in done.stderr
-    assert clusters.other["id"] in done.stderr
+def test_a_job_id_names_the_run_of_this_cluster(clusters: Clusters) -> None:
+    """Both clusters have that id; the job of the other one runs on."""
+    for desk, job in ((clusters.there, clusters.other), (clusters.here, clusters.run)):
+        done = desk.hpml("cancel", job["job_id"])
+        assert done.stdout == f"{job['id']}: cancelled job {job['job_id']}\n"
+        _wait_for(desk, job, "CANCELLED")
+
+
+def test_a_module_that_names_another_cluster(clusters: Clusters) -> None:
+    """Sbatch would submit there, and no other command of hpml would look there."""
+    clusters.there.job("later", command=["true"])
+    there = replace(clusters.there, more={"SLURM_CLUSTERS": "devcluster"})
+    for command, name in ("submit", "SLURM_CLUSTERS"), ("check", "SLURM_CLUSTERS (devcluster)"):
+        done = there.hpml(command, "later.yaml", code=2)
+        text = f"{name}: jobs go to the cluster of this login node, other"
+        assert text in done.stdout + done.stderr
 
 
 def test_a_sweep_goes_on_where_it_began(desk: Desk, other_cluster: Any) -> None:

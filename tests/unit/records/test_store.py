@@ -231,6 +231,20 @@ def test_the_name_of_a_job_names_its_runs_alone(store: Store) -> None:
         assert store.resolve("exp-2", exact_name=exact_name) == second
 
 
+def test_a_name_or_job_id_of_several_runs(store: Store) -> None:
+    """Commands that read take a name's newest run; a job id is this cluster's."""
+    runs = [prepare(store, f"exp-2024010{number}-000000-aaaaaa") for number in (1, 2)]
+    for run, cluster in zip(runs, ("a", "b"), strict=True):
+        run.record_job("5", how="sbatch", now=0.0)
+        write_json(run.directory / "submit.json", {**run.record(), "cluster": cluster})
+    assert store.resolve("exp", newest=True) == runs[1]
+    for word in ("exp", "exp-2024", "5"):
+        with pytest.raises(InputError, match="names 2 runs"):
+            store.resolve(word, newest=word != "exp")
+    here = Store(store.root, cluster=lambda: "a")
+    assert here.resolve("5") == here.resolve("5", exact_name=True) == runs[0]
+
+
 @pytest.mark.parametrize("started_by", ["hpml bench", "hpml report --try"])
 def test_last_is_the_users_own_run(store: Store, started_by: str) -> None:
     """What hpml started for itself is named by its id and its name alone."""

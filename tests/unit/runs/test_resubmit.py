@@ -103,12 +103,16 @@ def test_a_job_that_has_started_waits_for_nobody_again(world: World) -> None:
     assert fields_to_resubmit(world.state(cancelled))["after"] == ["any:gone"]
 
 
-def test_a_run_that_is_not_over_is_requeued_instead(world: World) -> None:
-    """Two jobs would write the same checkpoints."""
-    submission = world.submit()
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_is_not_over_is_requeued_instead(world: World, saves: bool) -> None:
+    """Two jobs would write the same checkpoints. A requeue is advised only if it is possible."""
+    submission = world.submit(checkpoint=saves)
     error = refused(world, submission)
     assert "has not ended: it is PENDING" in str(error)
-    assert f"hpml requeue {submission.sid}" in error.hint
+    assert error.hint == f"`hpml cancel {submission.sid}` first"
+    world.scheduler.move("1", JobState.RUNNING)
+    world.starts(submission, "1")
+    assert (f"hpml requeue {submission.sid}" in refused(world, submission).hint) == saves
 
 
 def test_what_something_else_starts_again(world: World) -> None:
