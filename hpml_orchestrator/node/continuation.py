@@ -206,8 +206,15 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
             )
         answer = read_text(out)
         # The words are those of a site's wrapper that drops `--parsable`.
-        match = re.match(r"(?:.*\bSubmitted batch job )?(\d+)", answer, re.DOTALL)
+        match = re.match(
+            r"(?:.*\bSubmitted batch job )?(\d+)(?:(?:;| on cluster )(\S+))?", answer, re.DOTALL
+        )
         if match:
+            here = os.environ.get("SLURM_CLUSTER_NAME", "")
+            cluster = match[2] or here
+            if here and cluster.lower() != here.lower():
+                cancel = f"`scancel --clusters={cluster} {match[1]}` cancels it"
+                return f"sbatch sent the next job to cluster {cluster}, as {match[1]}; {cancel}"
             submission.record_continuation(match[1], now=time.time())
             records.record_next("continuation", match[1], exclude=avoid, now=time.time())
             return ""

@@ -159,6 +159,8 @@ DISABLED = "Requested operation is presently disabled for job 17"
         (("Job is pending execution for job 17", 1), ("", 1), "75", ("requeue", "17"), True),
         ((DISABLED, 1), ("18", 0), "75", ("continuation", "18"), True),
         ((DISABLED, 1), ("18;cluster", 0), "75", ("continuation", "18"), True),
+        ((DISABLED, 1), ("Submitted batch job 18", 0), "75", ("continuation", "18"), True),
+        ((DISABLED, 1), ("18;other", 0), "1", None, False),
         ((DISABLED, 1), ("sbatch: error: QOSMaxSubmit", 1), "1", None, False),
         # no usable answer: whoever asks next looks for the job
         ((DISABLED, 1), ("sbatch: error: Socket timed out", 1), "75", None, True),
@@ -181,7 +183,7 @@ def test_the_next_job(
     assert site.call("finish", "0") == ("0", "hpml: time limit: the run continues\n")
     records = Attempt(site.node.attempt)
     assert records.goes_on
-    out, err = site.call("go-on", "0")
+    out, err = site.call("go-on", "0", SLURM_CLUSTER_NAME="cluster")
     assert out == status, err
     found = records.next
     assert (found and (found["how"], found["job_id"])) == following
