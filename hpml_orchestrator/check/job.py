@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,13 +191,10 @@ def check_job(
         staging, sizes = stages_answer.result()
         findings += staging
         findings += check_records(records)
-        try:
-            check_backend(job, backend)
-            if others:
-                pending_dependencies(Store(records), job.after, backend=backend)
-                refuse_shared_checkpoints(Store(records), job)
-        except HpmlError as fault:
-            findings.append(_as_finding(fault))
+        findings += _fault(check_backend, job, backend)
+        if others:
+            findings += _fault(pending_dependencies, Store(records), job.after, backend=backend)
+            findings += _fault(refuse_shared_checkpoints, Store(records), job)
         findings += check_monitor(job, on_nodes=on_nodes)
         findings += check_memory(job, Store(records))
         findings += check_lifecycle(asked, profile)
@@ -214,11 +211,8 @@ def check_job(
         return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     answer = ClusterAnswer()
     if cluster is not None:
-        try:
-            if others:
-                refuse_other_clusters(cluster.limits.cluster, environment)
-        except InputError as fault:
-            findings.append(_as_finding(fault))
+        if others:
+            findings += _fault(refuse_other_clusters, cluster.limits.cluster, environment)
         answer = _compare(asked, cluster, sizes, profile)
         findings += answer.findings
         not_asked = _hidden(cluster)
@@ -369,6 +363,14 @@ def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
 def invalid_job(fault: InputError) -> CheckReport:
     """Return the report on a job that cannot be loaded or rendered: each problem is a finding."""
     return CheckReport([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
+
+
+def _fault(check: Callable[..., object], *words: object, **options: object) -> list[CheckFinding]:
+    try:
+        check(*words, **options)
+    except HpmlError as fault:
+        return [_as_finding(fault)]
+    return []
 
 
 def _as_finding(fault: HpmlError, hint: str = "") -> CheckFinding:

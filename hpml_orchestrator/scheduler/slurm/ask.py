@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,13 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     transport_fault,
 )
 from hpml_orchestrator.scheduler.slurm.parse import parse_version
+from hpml_orchestrator.scheduler.slurm.reasons import NODES_DOWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
+    from hpml_orchestrator.scheduler.model import JobStatus
 
 _SLURM_CONF = "/etc/slurm/slurm.conf"
 _LOOPBACK = re.compile(
@@ -92,12 +95,17 @@ def ask(
         raise SchedulerUnavailable(error.message, hint=hint) from error
 
 
-def nodes_out_of_service(run: Runner) -> str:
-    """Return the cluster's nodes that are down or drained, and why; empty without an answer."""
+def name_nodes(statuses: dict[str, JobStatus], run: Runner) -> None:
+    """Add the cluster's nodes that are down or drained, and why, to the jobs that wait for them."""
+    waiting = [key for key, one in statuses.items() if one.reason.startswith(NODES_DOWN)]
+    if not waiting:
+        return
     argv = ["sinfo", "--all", "--noheader", "--list-reasons", "--format=%N (%E)"]
     with contextlib.suppress(SchedulerUnavailable):
-        return first_few(ask(run, argv).stdout.splitlines(), none="")
-    return ""
+        if nodes := first_few(ask(run, argv).stdout.splitlines(), none=""):
+            for key in waiting:
+                reason = f"{statuses[key].reason}; out of service: {nodes}"
+                statuses[key] = replace(statuses[key], reason=reason)
 
 
 def slurm_error(command: str, done: Completed) -> SchedulerUnavailable:

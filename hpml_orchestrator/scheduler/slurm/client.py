@@ -15,7 +15,7 @@ from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatu
 from hpml_orchestrator.scheduler.slurm.ask import (
     SILENT_HINT,
     ask,
-    nodes_out_of_service,
+    name_nodes,
     slurm_error,
 )
 from hpml_orchestrator.scheduler.slurm.messages import (
@@ -43,7 +43,6 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     parse_squeue,
     valid_id,
 )
-from hpml_orchestrator.scheduler.slurm.reasons import NODES_DOWN
 from hpml_orchestrator.scheduler.slurm.records import parse_config
 
 if TYPE_CHECKING:
@@ -261,16 +260,12 @@ class SlurmScheduler:
             if job_id not in statuses and job_id in self._over:
                 statuses[job_id] = self._over[job_id]
         statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
-        no_nodes = {key for key, one in statuses.items() if one.reason.startswith(NODES_DOWN)}
-        out_of_service = nodes_out_of_service(self._runner) if no_nodes else ""
+        name_nodes(statuses, self._runner)
         # Slurm shows NODE_FAIL or PREEMPTED for a moment before it puts the job back into the
         # queue. Only the job's own Requeue flag tells that moment from the end.
         for job_id, status in statuses.items():
             if status.state in BEFORE_REQUEUE:
                 statuses[job_id] = replace(status, may_requeue=self._requeues(job_id))
-            if job_id in no_nodes and out_of_service:
-                reason = f"{status.reason}; out of service: {out_of_service}"
-                statuses[job_id] = replace(status, reason=reason)
         self._over |= {key: status for key, status in statuses.items() if status.state.over}
         self._last = _Answer(frozenset(asked), self._clock.monotonic(), statuses)
         return {key: statuses[key] for key in asked if key in statuses}
