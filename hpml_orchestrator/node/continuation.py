@@ -76,8 +76,11 @@ def decide(
     if options is None or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked in _ASKED:
-        # A program that does not report whether it is done continues; if it is, it ends at once.
-        done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
+        # Without the channel only a signal can have asked the program to stop. After one, its 0 may
+        # mean "saved" as well as "done", so the run continues; if it is done, it ends at once.
+        signalled = bool(options.signal) or asked == "preemption"
+        stopped = stopping if channel else signalled
+        done = exit_code == 0 and not stopped and state == "COMPLETED"
         why = "" if done else asked
         if asked == "preemption":  # agents use this for any SIGTERM; Slurm has the reason
             why = why and REASONS.get(state, why)

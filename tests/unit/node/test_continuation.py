@@ -33,7 +33,12 @@ SAVED = {"channel": True, "stopping": True}
     [
         # asked to stop: ranks that say so, that cannot say so, that are done, that fail
         ({**LIMIT, **SAVED}, True, "time_limit", ""),
-        (LIMIT, True, "time_limit", ""),
+        ({**LIMIT, "signal": "USR1"}, True, "time_limit", ""),
+        ({"asked": "preemption"}, True, "preemption", ""),  # Slurm's SIGTERM reached the program
+        # that nobody could tell: its 0 means that it is done
+        (LIMIT, False, "", ""),
+        ({"asked": "requested"}, False, "", ""),
+        ({**LIMIT, "exit_code": 137, "state": "FAILED"}, True, "time_limit", ""),
         ({**LIMIT, "channel": True}, False, "", ""),
         ({**LIMIT, "channel": True, "exit_code": 1, "state": "FAILED"}, True, "time_limit", ""),
         ({**LIMIT, "channel": True, "exit_code": 1, "state": "TIMEOUT"}, True, "time_limit", ""),
@@ -59,12 +64,17 @@ SAVED = {"channel": True, "stopping": True}
         ({"state": "FAILED", "exit_code": 1}, False, "", ""),
         ({"state": "OUT_OF_MEMORY", "exit_code": 137}, False, "", ""),
         # limits
-        ({**LIMIT, "progress": [True] * 19}, True, "time_limit", ""),
-        ({**LIMIT, "progress": [True] * 20}, False, "time_limit", "20 attempts are used up"),
-        ({**LIMIT, "progress": [True, False, False]}, True, "time_limit", ""),
-        ({**LIMIT, "progress": [False] * 2}, True, "time_limit", ""),
+        ({**LIMIT, **SAVED, "progress": [True] * 19}, True, "time_limit", ""),
         (
-            {**LIMIT, "progress": [True, False, False, False]},
+            {**LIMIT, **SAVED, "progress": [True] * 20},
+            False,
+            "time_limit",
+            "20 attempts are used up",
+        ),
+        ({**LIMIT, **SAVED, "progress": [True, False, False]}, True, "time_limit", ""),
+        ({**LIMIT, **SAVED, "progress": [False] * 2}, True, "time_limit", ""),
+        (
+            {**LIMIT, **SAVED, "progress": [True, False, False, False]},
             False,
             "time_limit",
             "3 attempts saved nothing new in the checkpoint directory",
@@ -74,7 +84,7 @@ SAVED = {"channel": True, "stopping": True}
 def test_whether_a_run_goes_on(known: dict[str, Any], goes_on: bool, why: str, stays: str) -> None:
     """It continues after the ends that the job file names, while it gets any further."""
     given = {"state": "COMPLETED", "exit_code": 0, "progress": [True], **known}
-    options = CheckpointOptions(requeue=given.pop("requeue", ALL))
+    options = CheckpointOptions(requeue=given.pop("requeue", ALL), signal=given.pop("signal", None))
     assert decide(options, **given) == Decision(goes_on, why, stays)
     assert decide(None, **given) == Decision()
 
@@ -117,7 +127,7 @@ class Site:
 
     def call(self, command: str, *words: str, **more: str) -> tuple[str, str]:
         """Run a command of the node; return what it prints."""
-        options = {"requeue": ALL, "can_requeue": True}
+        options = {"requeue": ALL, "can_requeue": True, "signal": "USR1"}
         environment = self.node.environment("17", HPML_CHECKPOINT=json.dumps(options), **more)
         environment["PATH"] = f"{self.where / 'bin'}:{os.environ['PATH']}"
         python = [sys.executable, "-I", "-S", "-c", CODE, ROOT, command, str(self.node.attempt)]
