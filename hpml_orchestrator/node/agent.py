@@ -202,20 +202,27 @@ class Agent:
 
     def _make_ready(self, channel: str, monitor: NodeMonitor | None = None) -> bool:
         """Plan, stage everything and write the node's marker; False if that failed."""
-        if self._is_over():
+        # An agent that was killed has made the node ready before: ranks may use the data by now.
+        self._is_ready = again = (self._attempt / "nodes" / f"{self.node}.ready.json").exists()
+        if self._is_over() and not again:
             return True  # the script ended before this agent could handle its signal
         try:
             placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
+            if again:
+                self._take_over()
+                return True
             self._results.make_directories()
             began = time.monotonic()
             make_job_directories(self.options, self._staging.stager)
             stages = self._staging.stage_all()
         except (HpmlError, OSError) as error:
+            if again:
+                self._report(f"the agent cannot replace the killed one: {error}")
             # While the job is being ended, staging fails because it is interrupted: no fault of
             # this node, and a failed marker would keep the run from continuing.
-            if self._should_stop():
+            if again or self._should_stop():
                 return True
             self._mark(
                 "failed",
@@ -237,6 +244,15 @@ class Agent:
         self._is_ready = True
         self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
         return True
+
+    def _take_over(self) -> None:
+        """Continue the work of an agent that was killed: its ranks and their data stay."""
+        for base in self.options.job_directories.values():
+            self._staging.stager.area(base)
+        for stage in self.options.stages:
+            self._staging.stager.hold(stage.request)
+        name = f"SIGKILL of the agent of {self.node}"
+        events.append(self._log, "signal", node=self.node, name=name, count=1)
 
     def _start(self, monitor: NodeMonitor) -> None:
         try:

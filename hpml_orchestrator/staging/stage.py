@@ -396,6 +396,17 @@ class CopyStager:
         source = open_source(request, self._retry, most, opens_per_second=rate)
         return LocalSupply(request, source, self.options)
 
+    def hold(self, request: StageRequest) -> None:
+        """Use what another process of this job has published, whatever has become of its source.
+
+        Raises:
+            InputError, StagingError: the target cannot be used.
+        """
+        area = self.area(request.target)
+        entry = area.take(linked_key(area.path_of(request.name)), create=False)
+        if entry is not None:
+            self._hold(entry)
+
     def _hold(self, entry: StoreEntry) -> None:
         if entry.path in self._leases:
             entry.release()

@@ -16,6 +16,22 @@
 # `runpy`, a third of a rank's start.
 hpml_bind_code='import sys; sys.path.append(sys.argv.pop(1)); from hpml_orchestrator.node.bind import main; sys.exit(main())'
 
+# Code of each node's task of the agents' step. An agent that is killed while the ranks run, as when memory
+# runs out, is started again: without it nobody would ask them to save, watch them, or remove their data.
+# shellcheck disable=SC2016  # the task expands it
+hpml_agent_code='
+trap "" USR1 USR2
+trap : TERM INT HUP QUIT
+for pause in {0..5}; do
+  status=0
+  "$@" || status=$?
+  [[ $status -gt 128 && -e $HPML_ATTEMPT_DIR/nodes/${SLURMD_NODENAME:-}.ready.json ]] || exit "$status"
+  echo "hpml: $SLURMD_NODENAME: the agent was killed (status $status); the ranks continue" >&2
+  sleep "$pause"
+done
+echo "hpml: $SLURMD_NODENAME: the agent is not started again: no rank is asked to save any more" >&2
+exit "$status"'
+
 # hpml_begin PYTHON LAUNCHER [SECONDS]: claim this attempt. Of two jobs of one run the second ends here.
 #   PYTHON   runs hpml's own parts, whatever the script activates later; else python3
 #   SECONDS  the time limit
@@ -127,7 +143,7 @@ hpml_agents() {
   env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
     srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-    bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$HPML_ATTEMPT_DIR" "$@" &
+    bash -c "$hpml_agent_code" agent "${hpml_python[@]}" agent "$HPML_ATTEMPT_DIR" "$@" &
   hpml_agent=$!
   trap 'hpml_pass_on USR1' USR1
   trap 'hpml_pass_on USR2' USR2

@@ -435,10 +435,7 @@ def _kill_rank(life: Life, numbers: random.Random) -> None:
 
 
 def _kill_agent(life: Life, numbers: random.Random) -> None:
-    """Kill an agent; srun ends the others, which ask the ranks to save if they still can.
-
-    If they cannot, the training continues without agents: then Slurm has to end it.
-    """
+    """Kill an agent; it is started again and the training continues, until Slurm requeues it."""
     attempt, made = life.attempt(), life.made(life.attempt())
     os.kill(numbers.choice(life.wait(life.agents, "agents")), signal.SIGKILL)
     life.set_pace(made + 30)

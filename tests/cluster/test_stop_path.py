@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,15 @@ channel.bind("")
 def tell(event, **data):
     message = {"v": 1, "type": "event", "event": event, "rank": int(rank), "data": data}
     channel.sendto(json.dumps(message).encode(), "\\0" + os.environ["HPML_CHANNEL"])
-tell("rendezvous")
 os.write(1, f"{rank}:begins\\n".encode())
-reason = json.loads(channel.recv(999))["stop"]
+channel.settimeout(0.5)
+reason = None
+while reason is None:
+    try:
+        tell("rendezvous")
+        reason = json.loads(channel.recv(999))["stop"]
+    except OSError:
+        pass
 os.write(1, f"{rank}:asked:{reason}:\\n".encode())
 time.sleep(seconds)
 os.write(1, f"{rank}:saved:\\n".encode())
@@ -102,6 +110,18 @@ def assert_saved(desk: Desk, submitted: dict[str, str], reason: str) -> None:
     eventually(lambda: not desk.staged(), what="no staged data")
     desk.slurm("scancel", submitted["job_id"])  # it may have been requeued
     eventually(lambda: is_gone(desk, submitted["job_id"]), what="the end")
+
+
+def test_an_agent_that_is_killed_is_replaced(desk: Desk, job: dict[str, Any]) -> None:
+    """The ranks continue, and the next agent asks them to save and removes their data."""
+    submitted = start(desk, job, "srun")
+    (marker,) = Path(submitted["directory"]).glob("runs/*/attempts/0/nodes/node2.ready.json")
+    os.kill(json.loads(marker.read_text())["pid"], signal.SIGKILL)
+    log = marker.parents[1] / "events" / "node2.jsonl"
+    eventually(lambda: "SIGKILL of the agent of node2" in log.read_text(), what="another agent")
+    assert desk.staged()
+    desk.slurm("scancel", "--signal=TERM", submitted["job_id"])
+    assert_saved(desk, submitted, "preemption")
 
 
 def test_a_signal_for_the_script_lets_ranks_save(desk: Desk, job: dict[str, Any]) -> None:

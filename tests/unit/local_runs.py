@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def kill_agent_for_good(pid: int) -> None:
+    """Kill the shell that would start an agent again, and the agent."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    for one in (parent, pid):
+        os.kill(one, signal.SIGKILL)
 
 
 class Desk:

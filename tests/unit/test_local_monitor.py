@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import eventually
 from tests.unit.exporters.web.support import held_port
-from tests.unit.local_runs import Desk
+from tests.unit.local_runs import Desk, kill_agent_for_good
 
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 1 << 20
@@ -236,7 +236,7 @@ def test_a_dead_agents_target_goes_when_its_end_is_known(desk: Watched) -> None:
     desk.submit()
     eventually(desk.targets)
     (marker,) = eventually(lambda: list((desk.run / "attempts/0/nodes").glob("*.ready.json")))
-    os.kill(json.loads(marker.read_text())["pid"], signal.SIGKILL)
+    kill_agent_for_good(json.loads(marker.read_text())["pid"])
     eventually(lambda: not desk.exporter())
     desk.hpml("cancel", desk.last["id"])
     desk.hpml("wait", desk.last["id"], code=6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.patience import eventually
-from tests.unit.local_runs import Desk
+from tests.unit.local_runs import Desk, kill_agent_for_good
 
 FILES = 40
+NODE = socket.gethostname().partition(".")[0]
 
 
 class Stager(Desk):
@@ -159,11 +161,28 @@ def test_a_failing_job_takes_its_data_along(desk: Stager) -> None:
     assert list(desk.target.iterdir()) == []
 
 
+def test_an_agent_that_is_killed_is_replaced(desk: Stager) -> None:
+    """The next one holds the data of the ranks, removes them at the end, and `show` names it."""
+    job = desk.start("submit", "sh", "-c", f"until [ -e {desk.root}/go ]; do sleep 0.1; done")
+    records = Path(job["directory"], "attempts", "0")
+    (marker,) = eventually(lambda: list((records / "nodes").glob("*.ready.json")))
+    os.kill(int(json.loads(marker.read_text())["pid"]), 9)
+    eventually(lambda: "SIGKILL" in (records / "events" / f"{NODE}.jsonl").read_text())
+    assert desk.run()["state"] == "COMPLETED"  # which removes what dead jobs left
+    assert len(desk.staged()) == FILES
+    (desk.root / "go").touch()
+    assert desk.json("wait", job["id"])["state"] == "COMPLETED"
+    assert list(desk.target.iterdir()) == []
+    assert f"signals    SIGKILL of the agent of {NODE} 1x, last " in desk.hpml("show", job["id"])
+    output = Path(job["directory"], "output.log").read_text("utf-8")
+    assert f"hpml: {NODE}: the agent was killed (status 137); the ranks continue\n" in output
+
+
 def test_what_a_killed_job_left_goes_with_the_next(desk: Stager) -> None:
-    """Data of a job whose agent was killed outright is removed when the next job stages."""
+    """Data of a job whose agents' step was killed outright is removed when the next job stages."""
     job = desk.sleeping()
     (marker,) = Path(job["directory"], "attempts", "0", "nodes").glob("*.ready.json")
-    os.kill(int(json.loads(marker.read_text())["pid"]), 9)
+    kill_agent_for_good(int(json.loads(marker.read_text())["pid"]))
     desk.hpml("cancel", job["id"])
     desk.hpml("wait", job["id"], code=6)
     assert len(desk.staged()) == FILES
