@@ -4,7 +4,7 @@
 #
 #   hpml_begin        claim this attempt; from here on the end of the script is recorded
 #   hpml_agents       start one agent per node, which stages the data and plans the ranks
-#   hpml_module_init  find the `module` command
+#   hpml_module_init  find the `module` command; hpml_load_module, hpml_activate_conda
 #   hpml_setup_begin  … hpml_setup_end: around the lines of `environment.setup`
 #   hpml_wait_ready   wait until every node is ready
 #   hpml_rendezvous   choose address and port of the process group
@@ -159,6 +159,37 @@ hpml_module_init() {
     done
   fi
   echo /dev/null
+}
+
+# hpml_load_module NAME: load a module or end the job. Version 3 of Modules prints an error and returns 0.
+hpml_load_module() {
+  local hpml_said=$HPML_ATTEMPT_DIR/module.err hpml_status=0
+  module load "$1" 2>"$hpml_said" || hpml_status=$?
+  if [[ $hpml_status == 0 && ":${LOADEDMODULES-}:" != *":$1"[:/]* ]] && grep -q ERROR "$hpml_said"; then
+    hpml_status=1
+  fi
+  cat "$hpml_said" >&2
+  rm -f "$hpml_said"
+  [[ $hpml_status == 0 ]] || hpml_fail "$hpml_status" 'cannot load the module' "$1"
+}
+
+# hpml_activate_conda NAME|PREFIX: activate a conda environment or end the job. A PREFIX, as micromamba or
+# pixi makes them, needs no conda: then do what `conda activate` does.
+hpml_activate_conda() {
+  local hpml_base hpml_file
+  if type "${CONDA_EXE:-conda}" >/dev/null 2>&1; then
+    # shellcheck source=/dev/null
+    { hpml_base=$("${CONDA_EXE:-conda}" info --base) && source "$hpml_base/etc/profile.d/conda.sh" &&
+      conda activate "$1"; } || hpml_fail 78 'cannot activate the conda environment' "$1"
+    return
+  fi
+  [[ $1 == /* ]] || hpml_fail 78 "no conda on PATH: load its module first, or give the environment's path"
+  [[ -d $1/conda-meta ]] || hpml_fail 78 'not a conda environment:' "$1"
+  export CONDA_PREFIX=$1 CONDA_DEFAULT_ENV=$1 CONDA_SHLVL=1 PATH=$1/bin:$PATH
+  for hpml_file in "$1"/etc/conda/activate.d/*.sh; do
+    # shellcheck source=/dev/null
+    [[ ! -r $hpml_file ]] || source "$hpml_file"
+  done
 }
 
 # hpml_setup_begin "$LINENO": the lines of environment.setup follow. One that fails ends the job; of a file

@@ -220,6 +220,52 @@ def test_the_module_command_is_found(bench: Bench, variable: str, before: str, f
     assert (status, Path(out.strip())) == (0, bench.root / found)
 
 
+# What Modules 3.2.10 prints, and returns 0.
+OLD = "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for 'cuda'"
+
+
+@pytest.mark.parametrize(
+    ("module", "ends"),
+    [
+        (f'echo "{OLD}" >&2', 1),
+        ("echo 'unknown module' >&2; return 3", 3),
+        ("LOADEDMODULES=gcc/11:cuda/12.4", 0),
+        ("LOADEDMODULES=cuda; echo 'other:ERROR:102: in a module that it needs' >&2", 0),
+        ("echo 'an alias of a loaded one' >&2", 0),
+    ],
+)
+def test_a_module_that_is_not_loaded_ends_the_job(bench: Bench, module: str, ends: int) -> None:
+    """By the status of `module load`, or by its words where that is always 0; these are shown."""
+    code = f"module() {{ {module}; }}\n{BEGIN}set +eu; hpml_load_module cuda; hpml_run echo ranks"
+    status, out, err = bench.run(code, LOADEDMODULES="gcc/11")
+    assert (status, out) == (ends, "" if ends else "ranks\n")
+    assert ("hpml: cannot load the module cuda\n" in err) == bool(ends)
+    assert (OLD in err) == (OLD in module)
+
+
+@pytest.mark.parametrize(
+    ("named", "made", "ends"),
+    [
+        ("$HOME/env", "conda-meta etc/conda/activate.d bin", ""),
+        ("$HOME/env", "bin", "not a conda environment: "),
+        ("ml", "", "no conda on PATH: load its module first, or give the environment's path"),
+    ],
+)
+def test_a_conda_environment_where_no_conda_is(
+    bench: Bench, named: str, made: str, ends: str
+) -> None:
+    """Its path is enough, as for environments that micromamba makes."""
+    for name in made.split():
+        (bench.root / "env" / name).mkdir(parents=True)
+    if not ends:
+        (bench.root / "env/etc/conda/activate.d/a.sh").write_text("export FROM_PACKAGE=1\n")
+    shown = 'echo "$CONDA_PREFIX ${PATH%%:*} $FROM_PACKAGE"'
+    status, out, err = bench.run(f"{BEGIN}hpml_activate_conda {named}; {shown}; hpml_run true")
+    env = bench.root / "env"
+    assert (status, out) == ((78, "") if ends else (0, f"{env} {env}/bin 1\n")), err
+    assert ends in err
+
+
 @pytest.mark.parametrize(
     ("program", "status"),
     [("echo 'mpirun (Open MPI) 5.0.1'", 0), ("echo HYDRA build details", 78), ("exit 127", 78)],
