@@ -18,8 +18,7 @@ from hpml_orchestrator.runs.follow import (
     start_of_last,
     wait_until_over,
 )
-from hpml_orchestrator.runs.life import Life, read_life
-from hpml_orchestrator.runs.reporting.figures import QUIET_SECONDS
+from hpml_orchestrator.runs.life import Life, read_life, silence_of
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import State, run_of
@@ -144,7 +143,7 @@ class _Notices:
         if state is self._state:
             return
         self._state = state
-        silence = _silence(state)
+        _, silence = silence_of(state, time.time())
         if silence and not self._silent:
             notice(silence)
         self._silent = bool(silence)
@@ -165,16 +164,6 @@ def _life(state: State) -> Life | None:
             continues = recorded_job(state.submission).checkpoint.enabled
             return read_life(state) if state.attempts > 1 or continues else None
     return None
-
-
-def _silence(state: State) -> str:
-    with contextlib.suppress(HpmlError):  # another user's
-        attempt = state.run.newest() if state.state == "RUNNING" and not state.tasks else None
-        written = attempt.last_written if attempt else None
-        # A look at the files' times first: reading all events of a long training takes a while.
-        if written and time.time() - written > QUIET_SECONDS and (life := read_life(state)):
-            return life.silence
-    return ""
 
 
 def _interrupted(label: str, again: str, *, over: bool) -> str:

@@ -21,7 +21,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
-from hpml_orchestrator.runs.life import read_life
+from hpml_orchestrator.runs.life import silence_of
 from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
@@ -120,7 +120,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         raise damage_error(state, damage)
     started, ended = times_of(attempt, state, now=now)
     phases = {phase.name: phase.seconds for phase in summary.phases}
-    described, life = describe(state, summary, now=now), read_life(state, summary, now=now)
+    described = describe(state, summary, now=now)
     stages = _stages(summary, job)
     limit = own = asked.memory_bytes  # without a limit of the scheduler, what was requested
     if own is not None:
@@ -141,7 +141,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         memory_bytes=own,
         achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
-        silence=life.silence if life else "",
+        silence=silence_of(state, now)[1],
         values=described.values,
         code=_code(described.code),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -30,70 +31,37 @@ _ADVICE_FACTOR = 1.5  # no advice for an interval that is closer than this to th
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What the job allows.
+    """What the job allows."""
 
-    Attributes:
-        seconds: the time limit of an attempt.
-        attempts: at most so many; None if the job does not continue by itself.
-        continues: the reasons after which it does.
-        hang_seconds: without a report, after which an attempt is ended; 0 for never.
-    """
-
-    seconds: float
-    attempts: int | None = None
-    continues: Sequence[str] = ()
-    hang_seconds: float = 0.0
+    seconds: float  # the time limit of an attempt
+    attempts: int | None = None  # at most; None if the job does not continue by itself
+    continues: Sequence[str] = ()  # the reasons after which it does
 
 
 @dataclass(frozen=True)
 class Life:
-    """A run over all of its attempts. None means unknown.
+    """A run over all of its attempts. None means unknown."""
 
-    Attributes:
-        attempts: in order.
-        at_most: attempts that the job allows; None if it does not continue by itself.
-        elapsed_seconds: from the start of the first attempt to the end, or until now, without
-            `paused_seconds`.
-        paused_seconds: the run had ended, until a user continued it.
-        lost_seconds: of these, what restarts cost.
-        lost_ratio: their share.
-        saving_seconds: spent on checkpoints.
-        queued_seconds: since the last attempt ended, if another one follows.
-        step, total_steps: progress of the training; before the newest attempt trains, the step
-            that it can resume from.
-        steps_per_second: of the newest attempt that trained.
-        left_seconds: until the time limit of a running attempt.
-        silent_seconds: since a rank of a running attempt last reported anything, if that is too
-            long; it may hang.
-        hang_seconds: after which such an attempt is ended; 0 for never.
-        needed_seconds: until the last step, at this rate.
-        more_attempts: attempts after this one that the rest takes; 0 if it fits into this one.
-        save_seconds: mean duration of a checkpoint.
-        save_every_seconds: mean time between two checkpoints.
-        between_failures_seconds: training time per end without a warning; None without any.
-        best_save_every_seconds: interval between checkpoints that loses least (Young/Daly).
-    """
-
-    attempts: tuple[AttemptReport, ...]
-    at_most: int | None = None
-    elapsed_seconds: float = 0.0
-    paused_seconds: float = 0.0
-    lost_seconds: float = 0.0
-    lost_ratio: float | None = None
-    saving_seconds: float = 0.0
-    queued_seconds: float = 0.0
-    step: int | None = None
+    attempts: tuple[AttemptReport, ...]  # in order
+    at_most: int | None = None  # attempts; None if the job does not continue by itself
+    elapsed_seconds: float = 0.0  # from the first start to the end, or now, without pauses
+    paused_seconds: float = 0.0  # the run had ended, until a user continued it
+    lost_seconds: float = 0.0  # of the elapsed ones, what restarts cost
+    lost_ratio: float | None = None  # their share
+    saving_seconds: float = 0.0  # spent on checkpoints
+    queued_seconds: float = 0.0  # since the last attempt ended, if another one follows
+    step: int | None = None  # reached; before the newest attempt trains, what it can resume from
     total_steps: int | None = None
-    steps_per_second: float | None = None
-    left_seconds: float | None = None
-    silent_seconds: float | None = None
-    hang_seconds: float = 0.0
-    needed_seconds: float | None = None
-    more_attempts: int | None = None
-    save_seconds: float | None = None
-    save_every_seconds: float | None = None
-    between_failures_seconds: float | None = None
-    best_save_every_seconds: float | None = None
+    steps_per_second: float | None = None  # of the newest attempt that trained
+    left_seconds: float | None = None  # until the time limit of a running attempt
+    silent_seconds: float | None = None  # since a running attempt's last report, if too long
+    silence: str = ""  # the same in words
+    needed_seconds: float | None = None  # until the last step, at this rate
+    more_attempts: int | None = None  # that the rest takes; 0 if it fits into this one
+    save_seconds: float | None = None  # mean duration of a checkpoint
+    save_every_seconds: float | None = None  # mean time of training between two
+    between_failures_seconds: float | None = None  # of training, between ends without a warning
+    best_save_every_seconds: float | None = None  # by Young and Daly
 
     def to_json(self) -> dict[str, object]:
         """Return it for programs."""
@@ -156,14 +124,6 @@ class Life:
             saves = counted(sum(one.saves for one in self.attempts), "checkpoint")
             parts.append(f"{saves} took {_precise(self.saving_seconds)}")
         return "; ".join(parts)
-
-    @property
-    def silence(self) -> str:
-        """For how long a running attempt has reported nothing; empty if that is not too long."""
-        if self.silent_seconds is None:
-            return ""
-        ends = f" (hang ends it at {seconds_text(self.hang_seconds)})" if self.hang_seconds else ""
-        return f"no step for {seconds_text(self.silent_seconds)}{ends}"
 
     @property
     def progress(self) -> str:
@@ -256,17 +216,28 @@ def read_life(
     # A requeued job runs for a moment before its script claims the next attempt.
     runs = state.state == JobState.RUNNING and not reports[-1].over
     left = seconds_left(state, now) if runs else None
-    recent = read_recent(state.run.attempts()[-1].directory / "events") if runs else ()
-    heard, due = last_report(recent) or (now, now)
     waits = state.waits or (reports[-1].goes_on and left is None)
-    return life_of(
-        reports,
-        limits=_limits_of(state),
-        left_seconds=left,
-        silent_seconds=now - heard if now > due else None,
-        waits=waits and not state.over,
-        now=now,
-    )
+    waits = waits and not state.over
+    life = life_of(reports, limits=_limits_of(state), left_seconds=left, waits=waits, now=now)
+    silent, silence = silence_of(state, now)
+    return replace(life, silent_seconds=silent, silence=silence)
+
+
+def silence_of(state: State, now: float) -> tuple[float | None, str]:
+    """Return for how many seconds a running job has reported nothing, and a sentence about it.
+
+    None and an empty text if that is not too long; `now` is in seconds since the epoch.
+    """
+    with contextlib.suppress(HpmlError):  # another user's
+        attempt = state.run.newest() if state.state == JobState.RUNNING else None
+        if attempt is None or attempt.ended:
+            return None, ""
+        heard, due = last_report(read_recent(attempt.directory / "events")) or (now, now)
+        if now > due:
+            hang = recorded_job(state.submission).checkpoint.hang_seconds
+            ends = f" (hang ends it at {seconds_text(hang)})" if hang else ""
+            return now - heard, f"no step for {seconds_text(now - heard)}{ends}"
+    return None, ""
 
 
 def next_step(state: State, life: Life | None) -> str:
@@ -291,8 +262,7 @@ def _limits_of(state: State) -> RunLimits:
     except HpmlError:
         return RunLimits(math.inf)
     own = job.checkpoint
-    limits = RunLimits(job.limit_seconds, hang_seconds=own.hang_seconds)
-    return replace(limits, attempts=own.attempts, continues=own.requeue) if own.requeue else limits
+    return RunLimits(job.limit_seconds, own.attempts if own.requeue else None, own.requeue)
 
 
 def life_of(
@@ -300,7 +270,6 @@ def life_of(
     *,
     limits: RunLimits,
     left_seconds: float | None = None,
-    silent_seconds: float | None = None,
     waits: bool = False,
     now: float,
 ) -> Life:
@@ -313,7 +282,6 @@ def life_of(
         attempts: in order; at least one.
         limits: what the job allows.
         left_seconds: until the time limit; None if no attempt runs.
-        silent_seconds: since a rank of it last reported anything; None if that is not too long.
         waits: whether the run waits for its next attempt.
         now: seconds since the epoch.
     """
@@ -357,8 +325,6 @@ def life_of(
         total_steps=_newest(one.total_steps for one in known),
         steps_per_second=_newest(one.steps_per_second for one in known),
         left_seconds=left_seconds,
-        silent_seconds=silent_seconds,
-        hang_seconds=limits.hang_seconds,
     )
     return _with_save_interval(_with_forecast(life, limits), waits=waits)
 

@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
-from hpml_orchestrator.runs.life import read_life
+from hpml_orchestrator.runs.life import silence_of
 from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.resubmit import ACTIVE, claim_checkpoints, refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
@@ -104,10 +104,10 @@ def _ask_to_stop(state: State, newest: Attempt | None, now: float) -> dict[str, 
         newest.request_stop("requested", by="hpml requeue", now=now)
     reason = str((newest.stop_request() or {}).get("reason", "requested"))
     outcome = f"job {state.job_id} was asked to save and continue ({reason})"
-    life = read_life(state, now=now)
-    if life and life.silence:
+    _, silence = silence_of(state, now)
+    if silence:
         outcome += (
-            f", but seems not to react: {life.silence}. If that stays so, its ranks are ended "
+            f", but seems not to react: {silence}. If that stays so, its ranks are ended "
             "after `checkpoint.lead`, and it continues from its last checkpoint. To end it now: "
             f"`hpml cancel {label}`, and `hpml requeue {label}` once it is over"
         )

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.events import Event
     from hpml_orchestrator.records.run import Attempt
 
-QUIET_SECONDS = 60.0
-"""Least time without a report of any rank after which a run may hang."""
-
+_QUIET_SECONDS = 60.0  # least time without a report of any rank after which a run may hang
 _WINDOW_SECONDS = 30.0
 _STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank
 
@@ -75,7 +73,7 @@ def last_report(events: Iterable[Event]) -> tuple[float, float] | None:
     if last.event == "stopping" or last.data.get("final"):
         return None
     longest = max((after.time - before.time for before, after in pairwise(reports)), default=0.0)
-    return last.time, last.time + max(QUIET_SECONDS, 2 * longest)
+    return last.time, last.time + max(_QUIET_SECONDS, 2 * longest)
 
 
 def _hot(throttled: Mapping[str, float]) -> float:
