@@ -30,22 +30,14 @@ _CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
 
 
 class TrainingProgress(NamedTuple):
-    """The progress that the ranks of an attempt reported.
+    """The progress that the ranks of an attempt reported; None where they did not."""
 
-    Attributes:
-        step: of the last checkpoint; None if none was reported with its step.
-        saved_at: when the last checkpoint was reported, seconds since the epoch; None without any.
-        stopping: whether a rank stopped as it was asked.
-        channel: whether any rank reported anything.
-        slowest_save, slowest_step: seconds; None if unknown.
-    """
-
-    step: int | None = None
-    stopping: bool = False
-    channel: bool = False
-    slowest_save: float | None = None
-    slowest_step: float | None = None
-    saved_at: float | None = None
+    step: int | None = None  # of the last checkpoint
+    stopping: bool = False  # whether a rank stopped as it was asked
+    channel: bool = False  # whether any rank reported anything
+    slowest_save: float | None = None  # seconds
+    slowest_step: float | None = None  # seconds
+    saved_at: float | None = None  # when the last checkpoint was reported, since the epoch
 
 
 def progress_of(attempt: Attempt) -> TrainingProgress:
@@ -53,13 +45,13 @@ def progress_of(attempt: Attempt) -> TrainingProgress:
     steps: list[int] = []
     saves: list[float] = []
     durations: list[float] = []
-    saved_at: float | None = None
+    saved: list[float] = []
     stopping = channel = False
     for event in attempt.milestones():
         channel = channel or event.rank is not None
         stopping = stopping or event.event == "stopping"
         if event.event == "checkpoint":
-            saved_at = max(saved_at or 0.0, event.time)
+            saved.append(event.time)
             if (step := _number(event.data.get("step"))) is not None:
                 steps.append(int(step))
             saves += filter(None, [_number(event.data.get("seconds"))])
@@ -74,7 +66,7 @@ def progress_of(attempt: Attempt) -> TrainingProgress:
         channel,
         max(saves, default=None),
         max(durations, default=None),
-        saved_at,
+        max(saved, default=None),
     )
 
 
@@ -116,12 +108,8 @@ def nodes_to_avoid(
     """Return the nodes that the next attempt should not get, by name.
 
     Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever. So
-    nodes are left out only if the partition has enough others that can start jobs.
-
-    Args:
-        attempt: the run's last.
-        ask: runs a command of Slurm's and returns its output; empty if it fails.
-        say: prints a notice.
+    nodes are left out only if the partition has enough others that can start jobs. `ask` returns
+    the output of a command of Slurm's, empty if it fails; `say` prints a notice.
     """
     suspects = _suspects(attempt)
     if not suspects:
@@ -129,8 +117,8 @@ def nodes_to_avoid(
     begun = attempt.started.data if attempt.started else {}
     where = [f"--partition={begun['partition']}"] if begun.get("partition") else []
     listed = ask(["sinfo", "--noheader", "--Node", *where, "--format=%N %T"])
-    pairs = (line.split() for line in listed.splitlines())
-    usable = {pair[0] for pair in pairs if not _UNUSABLE.match(" ".join(pair[1:]))}
+    pairs = (line.partition(" ") for line in listed.splitlines())
+    usable = {name for name, _, state in pairs if not _UNUSABLE.match(state.strip())}
     for earlier in attempt.directory.parent.glob("*/next.json"):  # the job may still exclude those
         usable.difference_update((Attempt(earlier.parent).next or {}).get("exclude", ()))
     if len(usable - suspects) >= int(_number(begun.get("node_count")) or 1):
@@ -157,10 +145,8 @@ def _suspects(attempt: Attempt) -> set[str]:
     if not behind:
         # Where all stand at the same step, the rank that hangs is the one that cannot write its
         # stacks: ranks that wait for it in a collective can.
-        files = {path.stem: path for path in (attempt.directory / "stacks").glob("*.txt")}
-        silent = {
-            node for node, path in files.items() if NO_STACKS in path.read_text("utf-8", "replace")
-        }
+        files = [*attempt.directory.glob("stacks/*.txt")]
+        silent = {one.stem for one in files if NO_STACKS in one.read_text("utf-8", "replace")}
         behind = silent if len(silent) < len(files) else set()
     return names | behind
 

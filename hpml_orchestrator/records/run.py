@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 PRUNED = "pruned"
 """Reason of a search to stop a trial that it gives up; no run continues after it."""
 
-
-_READ_BYTES = 1024**2
+_OUTPUT_BYTES = 1024**2
 SOFTWARE = "software.json"
 """The software of an attempt's ranks: packages, modules and the GPU driver."""
 
@@ -203,19 +202,14 @@ class Attempt:
         )
 
     def output_end(self, path: Path | None = None) -> str:
-        """Return the end of its output, 1 MiB at most; empty if that is impossible.
-
-        Args:
-            path: of the output; the run's own when left out.
-        """
+        """Return the end of its output, 1 MiB at most, from `path` if given; empty on errors."""
         try:
-            # A requeued job appends to the same file: messages of earlier attempts come before this
-            # offset.
+            # A requeued job appends to the same file: what earlier attempts wrote comes before.
             began = int(read_json(self.directory / "head.json")["output_bytes"])
             with open(path or Run(self.directory.parents[1]).output, "rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
-                stream.seek(max(began, size - _READ_BYTES))
-                return stream.read(_READ_BYTES).decode("utf-8", "replace")
+                stream.seek(max(began, size - _OUTPUT_BYTES))
+                return stream.read(_OUTPUT_BYTES).decode("utf-8", "replace")
         except (HpmlError, OSError, KeyError, ValueError):
             return ""
 

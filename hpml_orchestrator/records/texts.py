@@ -158,11 +158,10 @@ def memory_fault(output: str, job_id: str) -> str:
     'out of memory on n2, 3.0 KiB of at most 2.0 KiB'
     """
     for match in _MEMORY.finditer(output):
-        if match["job"] == job_id and (match["limit"] or "Detected" in match[0]):
-            where = f" on {match['node']}" if match["node"] else ""
-            used, limit = (human_bytes(int(match[name] or 0)) for name in ("used", "limit"))
-            figures = f", {used} of at most {limit}" if match["limit"] else ""
-            return f"{ENDING_WORDS['OUT_OF_MEMORY']}{where}{figures}"
+        node, used, limit = match["node"], int(match["used"] or 0), int(match["limit"] or 0)
+        if match["job"] == job_id and (limit or "Detected" in match[0]):
+            figures = f", {human_bytes(used)} of at most {human_bytes(limit)}" if limit else ""
+            return f"{ENDING_WORDS['OUT_OF_MEMORY']}{f' on {node}' if node else ''}{figures}"
     return ""
 
 

@@ -29,28 +29,22 @@ def exit_status(status: JobStatus) -> int | None:
 
 
 def lost_end(attempt: Attempt, status: JobStatus) -> EndRecord | None:
-    """Return how an attempt without a record of its end was ended; None if it was not.
-
-    Args:
-        attempt: whose script was killed.
-        status: of its start, by the scheduler.
-    """
-    ended = status.state.over or status.state is JobState.REQUEUED
-    if not ended or status.state is JobState.COMPLETED:
+    """Return how Slurm ended an attempt whose script left no record; None if it did not."""
+    state, fault = status.state, ""
+    if state is JobState.COMPLETED or not (state.over or state is JobState.REQUEUED):
         return None
-    fault, state = "", status.state.value
-    if status.state in (JobState.FAILED, JobState.OUT_OF_MEMORY):
+    if state in (JobState.FAILED, JobState.OUT_OF_MEMORY):
         fault = memory_fault(attempt.output_end(), attempt.job_id)
     words = fault or ENDING_WORDS.get(state, state.lower().replace("_", " "))
-    if status.state is JobState.FAILED and status.signal and not fault:
+    if state is JobState.FAILED and status.signal and not fault:
         words = f"the job's script was ended by {signal_name(status.signal)}"
-    if status.state is JobState.NODE_FAIL:
+    if state is JobState.NODE_FAIL:
         with contextlib.suppress(NotFoundError, RecordError, KeyError):
             head = read_json(attempt.directory / "head.json")["node"]
             words += f", probably {head}: the job's script left no record of its end"
     return {
         "exit_code": exit_status(status) or 1,
-        "state": JobState.OUT_OF_MEMORY.value if fault else state,
+        "state": (JobState.OUT_OF_MEMORY if fault else state).value,
         "reason": words,
         "time": status.ended or attempt.last_written or time.time(),
     }
@@ -59,20 +53,17 @@ def lost_end(attempt: Attempt, status: JobStatus) -> EndRecord | None:
 def record_lost_ends(attempts: Iterable[Attempt], starts: Callable[[str], list[JobStatus]]) -> None:
     """Record the ends of attempts that are over; `starts` asks the scheduler about a job."""
     for attempt in attempts:
-        begun = attempt.started
-        if begun is None or os.path.exists(attempt.directory / "ended.json"):
+        if os.path.exists(attempt.directory / "ended.json") or (begun := attempt.started) is None:
             continue
-        known = [one for one in starts(attempt.job_id) if one.started is not None]
-        if known:
-            moment = begun.time
-            nearest = min(known, key=lambda one: abs((one.started or 0.0) - moment))
-            record_end(attempt, lost_end(attempt, nearest))
+        rows = (one for one in starts(attempt.job_id) if one.started)
+        far = {abs((one.started or 0.0) - begun.time): one for one in rows}
+        if far:
+            record_end(attempt, lost_end(attempt, far[min(far)]))
 
 
 def record_end(attempt: Attempt, end: EndRecord | None) -> None:
-    """Record an end, unless the script has; nothing happens if that is impossible."""
-    # Exclusively: on NFS the script's own record may not be visible yet. Another user's records, or
-    # a full disk: the next query tries again.
+    """Record an end, unless the script has, or that is impossible: the next query tries again."""
+    # Exclusively: on NFS the script's own record may not be visible yet.
     with contextlib.suppress(RecordError, OSError):
         if end is not None:
             create_json(attempt.directory / "ended.json", {**end})

@@ -82,9 +82,8 @@ def requeue(
     refuse_if_continued(store, state, also_ended=True, backends=backends)
     known.add(state.job_id.partition("_")[0])  # this one is over, too
     claim = partial(claim_checkpoints, store, submission, backends=backends)
-    job_id = _continue(
-        store, state, newest, scheduler, known, claim, environment, clock, sleep, notice
-    )
+    start = partial(_start, submission, newest, scheduler, claim, environment, clock, notice)
+    job_id = _continue(store, submission, newest, scheduler, known, start, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
 
@@ -118,12 +117,11 @@ def _ask_to_stop(state: State, newest: Attempt | None, now: float) -> dict[str, 
 
 def _continue(
     store: Store,
-    state: State,
+    submission: Submission,
     newest: Attempt,
     scheduler: Scheduler,
     known: Collection[str],
-    claim: Callable[[], None],
-    environment: Mapping[str, str],
+    start: Callable[[int], str | None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
     notice: Callable[[str], None],
@@ -132,7 +130,6 @@ def _continue(
 
     The `known` jobs have all ended.
     """
-    submission = state.submission
     while True:
         # Another hpml, or the script's own continuation, may win this race at any point. Its job is
         # the answer then; a second one would train into the same checkpoints.
@@ -143,22 +140,12 @@ def _continue(
         if job_id not in known:
             return job_id
         # Read before the query, whose answer says nothing about later starts.
-        start = newest.newest_start()
+        last = newest.newest_start()
         outcome = next_outcome(store, submission, newest, scheduler, known=known, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
         if not isinstance(outcome, Undecided):
-            made = _start(
-                submission,
-                newest,
-                (start.number if start else 0) + 1,
-                scheduler,
-                claim,
-                environment,
-                clock,
-                notice,
-            )
-            if made:
+            if made := start((last.number if last else 0) + 1):
                 return made
             outcome = Undecided("another hpml is submitting its continuation", AGAIN_SECONDS)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
@@ -168,12 +155,12 @@ def _continue(
 def _start(
     submission: Submission,
     newest: Attempt,
-    number: int,
     scheduler: Scheduler,
     claim: Callable[[], None],
     environment: Mapping[str, str],
     clock: Callable[[], float],
     notice: Callable[[str], None],
+    number: int,
 ) -> str | None:
     """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
     checkpoint = recorded_job(submission).checkpoint

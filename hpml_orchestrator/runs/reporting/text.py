@@ -273,12 +273,11 @@ def array_lines(state: State) -> list[tuple[str, str]]:
 
 def _first_start(state: State) -> float | None:
     """Return when the first attempt of an array's tasks started; states have that of the last."""
-    moments = [state.started] if state.started else []
-    for task in state.tasks:
-        with contextlib.suppress(HpmlError):
-            attempts = task.run.attempts() if task.attempts > 1 else []
-            moments += [one.started.time for one in attempts[:1] if one.started]
-    return min(moments, default=None)
+    with contextlib.suppress(HpmlError):  # another user's
+        again = [task.run.attempts()[:1] for task in state.tasks if task.attempts > 1]
+        times = [one.started.time for first in again for one in first if one.started]
+        return min([*times, *filter(None, [state.started])], default=None)
+    return state.started
 
 
 def task_rows(state: State) -> list[tuple[str, ...]]:
