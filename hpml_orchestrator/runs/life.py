@@ -241,12 +241,7 @@ def silence_of(state: State, now: float) -> tuple[float | None, str]:
 
 
 def next_step(state: State, life: Life | None) -> str:
-    """Return which command continues a run that is over, and from where; empty if none does.
-
-    Args:
-        state: of the run.
-        life: the same over all of its attempts.
-    """
+    """Return which command continues a run that is over, and from where; empty if none does."""
     saved = max((one.saved_step or 0 for one in life.attempts), default=0) if life else 0
     if life is None or not saved or not state.over or state.state == JobState.COMPLETED:
         return ""

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
+from hpml_orchestrator.records.texts import ENDING_WORDS
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.ends import exit_status, lost_end, record_end, record_lost_ends
 from hpml_orchestrator.runs.request import recorded_job
@@ -225,13 +226,9 @@ class _UnfinishedRun:
         now: float,
         starts: Callable[[str], list[JobStatus]],
     ) -> State:
-        """Combine the scheduler's answer with the records, and record ends.
+        """Combine the scheduler's answer, by job id, with the records, and record ends.
 
-        Args:
-            answer: by job id.
-            query_error: why the scheduler did not answer; empty if it did.
-            now: seconds since the epoch.
-            starts: asks the scheduler how each start of a job ended.
+        `starts` asks the scheduler how each start of a job ended.
         """
         # A controller that was set up anew counts its ids from 1 again, so a job of this id may
         # belong to somebody else. The working directory tells.
@@ -243,6 +240,7 @@ class _UnfinishedRun:
         }
         answer = {job_id: status for job_id, status in answer.items() if job_id not in others}
         any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
+        merge = partial(_merge_status, query_error=query_error, now=now, starts=starts)
         states = []
         for index, job_id in self.job_ids.items():
             if index in self.ends:
@@ -253,17 +251,8 @@ class _UnfinishedRun:
                 # Slurm keeps no record of a task that is cancelled while its array waits. As the
                 # other tasks are known, this one has not merely been forgotten with all of them.
                 status = JobStatus(job_id, JobState.CANCELLED)
-            states.append(
-                _merge_status(
-                    replace(self.base, submission=run, job_id=job_id),
-                    self.asked,
-                    status,
-                    query_error=query_error,
-                    other=job_id in others,
-                    now=now,
-                    starts=starts,
-                )
-            )
+            base = replace(self.base, submission=run, job_id=job_id)
+            states.append(merge(base, self.asked, status, other=job_id in others))
         state = states[0]
         if None not in self.job_ids:
             state = array_state(self.base, states)
@@ -376,8 +365,7 @@ def _reason(
             return f"did not start: it waited for {runs}, which ended otherwise"
     if status.state is JobState.FAILED and own is not None and (why := _failure(own, end)):
         return why
-    own_word = status.reason.endswith(_OWN_RECORD)
-    if end is not None and status.state in BEFORE_REQUEUE and not own_word:
+    if end and status.state in BEFORE_REQUEUE and not status.reason.endswith(_OWN_RECORD):
         return str(end["reason"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm still prints why it waited
@@ -414,23 +402,20 @@ def _exceeded(
 ) -> str:
     """Return which limit ended a job, what was requested and how to raise it; else nothing."""
     end = end or {}
-    states = {status.state.value, str(end.get("state")) if status.state is JobState.FAILED else ""}
-    if not states & {"TIMEOUT", "OUT_OF_MEMORY"}:
+    known = str(end.get("state") or "")
+    state = known if status.state is JobState.FAILED else status.state.value
+    if state not in ("TIMEOUT", "OUT_OF_MEMORY"):
         return ""
-    if "TIMEOUT" in states:
-        words, advice = "time limit", "raise it with --set resources.time=…"
-        requested = f"{asked().limit} requested"
-    else:
-        words, memory, label = "out of memory", asked().memory, base.submission.label
-        advice = f"raise it with `hpml resubmit {label} --set resources.memory=…`"
-        requested = f"{memory} per node requested" if memory else "the job requested no amount"
+    words = str(end["reason"]) if known == state else ENDING_WORDS[state]
     if status.reason.endswith(_OWN_RECORD):
         words = status.reason
-    elif end.get("state") in states:
-        words = str(end["reason"])
     if end.get("stays"):  # more time would not help
         return words
-    return f"{words}: {requested}; {advice}"
+    if state == "TIMEOUT":
+        return f"{words}: {asked().limit} requested; raise it with --set resources.time=…"
+    memory, label = asked().memory, base.submission.label
+    requested = f"{memory} per node requested" if memory else "the job requested no amount"
+    return f"{words}: {requested}; raise it with `hpml resubmit {label} --set resources.memory=…`"
 
 
 def _binding_error(attempt: Attempt) -> str:

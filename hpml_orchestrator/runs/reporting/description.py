@@ -63,38 +63,24 @@ class Code(TypedDict):
 
 @dataclass(frozen=True)
 class Description:
-    """What a run was, as far as it was recorded.
+    """What a run was, as far as it was recorded."""
 
-    Attributes:
-        launcher: what starts the ranks.
-        command: program and arguments as rank 0 received them; before it starts those of the job
-            file, with their placeholders.
-        received: whether rank 0 recorded the command.
-        sweep: id of its sweep; empty without one.
-        point: number of its point; None without a sweep, and for several points.
-        values: the point's values, by name.
-        code: `commit`, `branch`, `dirty` and `snapshot`; None without a git repository.
-        result: figures that the training reported, those of `result()` before those of the file.
-        result_attempt: number of the attempt that reported them; None without any.
-        result_file: content of `result.json`; None without such a file.
-        result_file_attempt: number of the attempt that wrote it.
-        result_error: why that file cannot be read.
-        hours: None before it has started, and if its records cannot be read.
-    """
-
-    launcher: str = ""
+    launcher: str = ""  # what starts the ranks
+    # Program and arguments as rank 0 received them; before it starts those of the job file, with
+    # their placeholders.
     command: list[str] = field(default_factory=list)
-    received: bool = False
-    sweep: str = ""
-    point: int | None = None
-    values: dict[str, object] = field(default_factory=dict)
-    code: Code | None = None
+    received: bool = False  # whether rank 0 recorded the command
+    sweep: str = ""  # id of its sweep; empty without one
+    point: int | None = None  # number of its point; None without a sweep, and for several points
+    values: dict[str, object] = field(default_factory=dict)  # of the point, by name
+    code: Code | None = None  # None without a git repository
+    # Figures that the training reported, those of `result()` before those of the file.
     result: dict[str, object] = field(default_factory=dict)
-    result_attempt: int | None = None
-    result_file: dict[str, object] | None = None
-    result_file_attempt: int | None = None
-    result_error: str = ""
-    hours: Hours | None = None
+    result_attempt: int | None = None  # number of the attempt that reported them
+    result_file: dict[str, object] | None = None  # content of `result.json`
+    result_file_attempt: int | None = None  # number of the attempt that wrote it
+    result_error: str = ""  # why that file cannot be read
+    hours: Hours | None = None  # None before it has started, and if its records cannot be read
 
     def to_json(self) -> dict[str, object]:
         """Return it for programs."""
@@ -278,20 +264,16 @@ def _hours_of_attempt(attempt: Attempt, state: State, asked: tuple[int, int], no
 
 
 def times_of(attempt: Attempt, state: State, *, now: float) -> tuple[float | None, float | None]:
-    """Return when an attempt began and until when it occupied its nodes, since the epoch.
+    """Return when an attempt of a run began and until when, at most `now`, it occupied its nodes.
 
-    Args:
-        attempt: of the run.
-        state: of the run.
-        now: seconds since the epoch, which is the end of an attempt that runs.
+    All are seconds since the epoch.
     """
     began = attempt.started.time if attempt.started else None
     end = (attempt.ended or {}).get("time") or attempt.last_written
     # The scheduler's times include what comes before and after the script. A start long after the
     # script's is that of the next attempt, which has not begun to write.
-    if attempt.number < state.attempts - 1 or not state.started:
-        return began, end
-    if began and began < state.started - _CLOCKS_SECONDS:
+    is_last = attempt.number >= state.attempts - 1
+    if not is_last or not state.started or 0 < (began or 0) < state.started - _CLOCKS_SECONDS:
         return began, end
     runs = state.unfinished and not state.elsewhere
     return state.started, state.ended or (now if runs else end)

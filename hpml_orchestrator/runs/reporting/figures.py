@@ -62,9 +62,6 @@ def last_report(events: Iterable[Event]) -> tuple[float, float] | None:
 
     That is twice the longest time between two reports, since programs report at any interval, and
     records get them ever more rarely. None before the first step and after a rank's last report.
-
-    Args:
-        events: the recent ones of an attempt.
     """
     reports = sorted((one for one in events if one.rank is not None), key=lambda one: one.time)
     if not any(one.event == "step" for one in reports):
