@@ -36,6 +36,7 @@ class RunLimits:
     seconds: float  # the time limit of an attempt
     attempts: int | None = None  # at most; None if the job does not continue by itself
     continues: Sequence[str] = ()  # the reasons after which it does
+    hang_seconds: float = 0.0  # without a report, after which an attempt is ended; 0 for never
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Life:
     left_seconds: float | None = None  # until the time limit of a running attempt
     silent_seconds: float | None = None  # since a running attempt's last report, if too long
     silence: str = ""  # the same in words
+    hang_seconds: float = 0.0  # of silence, after which an attempt is ended; 0 for never
     needed_seconds: float | None = None  # until the last step, at this rate
     more_attempts: int | None = None  # that the rest takes; 0 if it fits into this one
     save_seconds: float | None = None  # mean duration of a checkpoint
@@ -257,7 +259,8 @@ def _limits_of(state: State) -> RunLimits:
     except HpmlError:
         return RunLimits(math.inf)
     own = job.checkpoint
-    return RunLimits(job.limit_seconds, own.attempts if own.requeue else None, own.requeue)
+    attempts = own.attempts if own.requeue else None
+    return RunLimits(job.limit_seconds, attempts, own.requeue, own.hang_seconds)
 
 
 def life_of(
@@ -320,6 +323,7 @@ def life_of(
         total_steps=_newest(one.total_steps for one in known),
         steps_per_second=_newest(one.steps_per_second for one in known),
         left_seconds=left_seconds,
+        hang_seconds=limits.hang_seconds,
     )
     return _with_save_interval(_with_forecast(life, limits), waits=waits)
 

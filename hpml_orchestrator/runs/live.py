@@ -139,28 +139,18 @@ class LiveJob:
 class LiveJobs:
     """Reads jobs repeatedly, and queries no scheduler more often than every 30 seconds.
 
-    Attributes:
-        store: where records live.
-        words: name the runs, or jobs in Prometheus; if empty, every run that has not ended.
-        prometheus: where figures come from; records alone without one.
-        user: whose jobs Prometheus is asked for; those of everybody when empty.
-        site: the value of `--site` or `HPML_SITE`.
-        backends: opens schedulers.
-        now: seconds since the epoch.
-        problem: why Prometheus returns no figures; empty if it does, or is not queried.
-
     Raises:
         HpmlError: a word names no run, and cannot be a job that Prometheus knows.
     """
 
     store: Store
-    words: Sequence[str] = ()
-    prometheus: Prometheus | None = None
-    user: str = ""
-    site: str = ""
+    words: Sequence[str] = ()  # name the runs, or jobs in Prometheus; else all that have not ended
+    prometheus: Prometheus | None = None  # where figures come from; records alone without one
+    user: str = ""  # whose jobs Prometheus is asked for; those of everybody when empty
+    site: str = ""  # the value of `--site` or `HPML_SITE`
     backends: Backends | None = None
-    now: Callable[[], float] = time.time
-    problem: str = field(default="", init=False)
+    now: Callable[[], float] = time.time  # seconds since the epoch
+    problem: str = field(default="", init=False)  # why Prometheus, if asked, returns no figures
 
     def __post_init__(self) -> None:
         self._states: list[State] = []

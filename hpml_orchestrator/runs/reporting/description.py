@@ -36,20 +36,13 @@ _CLOCKS_SECONDS = 60.0  # by which the clocks of a node and of the controller ma
 
 @dataclass(frozen=True)
 class Hours:
-    """The hours that all attempts of a run occupied.
-
-    Attributes:
-        gpu, core: GPU-hours and core-hours; a core is a CPU as the scheduler counts it.
-        wall: hours on the clock, of an array the sum of its tasks'.
-        basis: `allocated` if each attempt recorded its allocation, else `requested`.
-        attempts: number of starts.
-    """
+    """The hours that all attempts of a run occupied."""
 
     gpu: float
-    core: float
-    basis: str
-    attempts: int
-    wall: float = 0.0
+    core: float  # a core is a CPU as the scheduler counts it
+    basis: str  # `allocated` if each attempt recorded its allocation, else `requested`
+    attempts: int  # number of starts
+    wall: float = 0.0  # on the clock; of an array the sum of its tasks'
 
 
 class Code(TypedDict):
