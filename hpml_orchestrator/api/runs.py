@@ -47,7 +47,9 @@ def _expect(valid: bool, field: str, value: object, right: str) -> None:
 def _store(records: str | Path | None, *, must_exist: bool = False) -> Store:
     valid = records is None or isinstance(records, str | Path)
     _expect(valid, "records", records, "the path of a directory, or None")
-    return open_store(records, must_exist=must_exist, cluster=cluster_here)
+    store = open_store(records, must_exist=must_exist)
+    store.cluster = cluster_here
+    return store
 
 
 def _seconds(timeout: float | None) -> float:

@@ -17,7 +17,7 @@ _FIELDS = {
     "mem": ("memory", "of memory"),
     "node": ("nodes", "nodes"),
     "gres/gpu": ("gpus", "GPUs"),
-    "job": ("", "jobs"),
+    "job": ("qos", "running jobs"),
 }
 _PER_NODE = ("cpu", "mem", "gres/gpu")
 _NOT_ABOUT_ACCOUNTS = {"nojobs", "nosteps", "wckeys"}
@@ -105,10 +105,8 @@ def accounting_limits(
             field = cpus_field(request.job) if resource == "cpu" else field
             if amounts is minutes:
                 code, field = _code("minutes", owner), "time"
-            elif resource == "job":  # more than one job is never asked for
-                field = "qos" if isinstance(owner, Qos) else "account"
-                message = f"{name} lets no job run (its limit on running jobs is 0)"
-                message += _enforcement_note(owner)
+            elif resource == "job" and not isinstance(owner, Qos):
+                field = "account"
             shown = size_text(limit) if resource == "mem" else str(limit)
             yield request.fault(code, field, message, shown)
 

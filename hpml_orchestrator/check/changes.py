@@ -254,4 +254,4 @@ def _checked(job: JobFields, found: DataArgument) -> DataArgument | None:
         return None
     if any(finding.code == "stage.partly" for finding in findings):
         return found
-    return replace(found, size_bytes=float(sizes.shm_mib * MIB))
+    return replace(found, size_bytes=float(sizes.get("shm", 0) * MIB))

@@ -40,7 +40,7 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         message = f"is {size_text(memory)} per node: a bare number is MiB"
         hint = f"write {memory}G for GiB"
         yield warning("memory.little", "resources.memory", memory, message, None, hint)
-    files = program_files(job)
+    files = _program_files(job)
     if not files:
         return
     program, fields = os.path.basename(next(iter(files))), job.environment
@@ -69,11 +69,8 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         yield warning("checkpoint.unused", "checkpoint", True, message, None, hint)
 
 
-def program_files(job: Job) -> dict[str, str]:
-    """Return the texts of a job's program and of the modules beside it that it imports, by path.
-
-    The program comes first; empty if it is not a file of this machine.
-    """
+def _program_files(job: Job) -> dict[str, str]:
+    """Return the texts of a job's program, which comes first, and of what it imports, by path."""
     module = (job.module or ".").replace(".", "/")
     words = [word for word in job.command or () if word.endswith((".py", ".sh"))]
     names = [job.script or "", f"{module}.py", f"{module}/__main__.py", *words]

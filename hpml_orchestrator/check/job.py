@@ -29,14 +29,16 @@ from hpml_orchestrator.check.paths import (
     check_shared,
     check_software,
 )
-from hpml_orchestrator.check.request import Sizes, cpus_field
+from hpml_orchestrator.check.request import cpus_field
 from hpml_orchestrator.check.rules import ClusterAnswer, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import (
     MAX_TASKS,
     LocalMachine,
@@ -47,6 +49,8 @@ from hpml_orchestrator.scheduler.local.resources import (
 )
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
+from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
+from hpml_orchestrator.scheduler.slurm.start import NOW, start_of
 from hpml_orchestrator.script.directives import (
     effective_job,
     memory_mebibytes,
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
 
 CLUSTER_SECONDS = 8.0
 """How long to wait for the controller."""
+_LATER = ("--hold", "--dependency")  # which `sbatch --test-only` does not regard
 _LOCAL_HINT = "submit it to a Slurm cluster"
 
 
@@ -142,6 +147,7 @@ def check_job(
     topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
     others: bool = True,
+    script: str = "",
 ) -> CheckReport:
     """Return what prevents a job from running, or may prevent it; nothing is submitted.
 
@@ -160,6 +166,7 @@ def check_job(
         targets: why each `target: auto` became what it is, by the name of its entry.
         others: whether to look for the runs that it waits for, those that save to the same
             directory, and other clusters; submitting does so by itself.
+        script: the job's, to ask Slurm when it would start if nothing prevents it from running.
     """
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -219,17 +226,47 @@ def check_job(
         notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:  # reported already
-        findings += check_room(job, profile, disk_mib=sizes.disk_mib)
+        findings += check_room(job, profile, disk_mib=sizes.get("local", 0))
     not_checked = [*answer.not_checked, *unseen]
-    return CheckReport(errors_first(findings), not_asked, notes, answer, not_checked)
+    report = CheckReport(errors_first(findings), not_asked, notes, answer, not_checked)
+    if not script or report.errors or not_asked:
+        return report
+    waits = [run["run"] for run in pending_dependencies(Store(records), job.after, backend=backend)]
+    return _with_start(report, job, script, runner, environment, waits)
+
+
+def _with_start(
+    report: CheckReport,
+    job: Job,
+    script: str,
+    runner: Runner,
+    environment: Mapping[str, str],
+    waits: Sequence[str],
+) -> CheckReport:
+    try:
+        variables = job_environment(environment, job.environment.inherit)
+        start, refused = start_of(script, runner, variables)
+    except SchedulerUnavailable:
+        return report
+    if refused:
+        message = f"sbatch refuses the job: {clean(refused)}"
+        finding = error("slurm.refused", "resources", None, message, hint=hint_for(refused))
+        return dataclasses.replace(report, findings=[finding, *report.findings])
+    if waits:
+        start = f"waits for {', '.join(waits)}"
+    elif any(option.startswith(_LATER) for option in job.resources.extra):
+        start = ""
+    elif start == NOW and report.answer.shared_limits:
+        start += f" unless running jobs fill limits of {first_few(report.answer.shared_limits)}"
+    return dataclasses.replace(report, start=start)
 
 
 def _stages(
     job: Job, seconds: float, here: Mapping[str, str] | None
-) -> tuple[list[CheckFinding], Sizes]:
+) -> tuple[list[CheckFinding], dict[str, int]]:
     """Check `stage`; for a job of this machine, whose environment is given, also the targets."""
     if not job.stage:
-        return [], Sizes()
+        return [], {}
     from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
 
     findings, sizes = stages.check_stages(job, seconds=seconds)
@@ -306,11 +343,13 @@ def _hidden(cluster: Cluster) -> str:
     return f"it shows you no {' or '.join(cluster.hidden)} (PrivateData), so {unknown} are unknown"
 
 
-def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> ClusterAnswer:
-    disk_mib = sizes.disk_mib
+def _compare(
+    job: Job, cluster: Cluster, sizes: Mapping[str, int], site: Site | None
+) -> ClusterAnswer:
+    disk_mib = sizes.get("local", 0)
     if site is not None and site.path("scratch", job.resources.partition) is not None:
         disk_mib = 0  # Slurm's TmpDisk is the size of another directory
-    answer = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.shm_mib)
+    answer = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.get("shm", 0))
     if site is None:
         return answer
     findings = answer.findings

@@ -28,9 +28,7 @@ _ON_EACH_NODE = ("//", "/usr/", "/opt/")
 _HELP_SECONDS = 10
 _OPTION_AND_VALUE = re.compile(r"(--?[A-Za-z][\w.-]*)\s+(\S.*)", re.DOTALL)
 _HOME = re.compile(r"(?:^|(?<==))~(?=/|$)")
-_VARIABLE = re.compile(
-    r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{([A-Z_][A-Z0-9_]*)\})"
-)  # ${name} is OmegaConf's
+_VARIABLE = re.compile(r"\$(?:([A-Z_][A-Z0-9_]*)\b|\{([A-Z_][A-Z0-9_]*)\})")  # ${name}: OmegaConf
 _LAUNCHERS = {
     "mpirun": "load Open MPI's module in `environment.modules`",
     "horovodrun": "name the `environment.venv` or `conda` that Horovod is installed in",
@@ -47,42 +45,33 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding
     return [
         *_program(job, environment),
         *_words(job),
-        *_unexpanded(job),
         *_software(job.launcher, job.environment, environment),
     ]
 
 
 def _words(job: Job) -> Iterator[CheckFinding]:
-    for place, words in (("args", job.args), ("command", job.command or ())):
-        for index, word in enumerate(words):
-            match = _OPTION_AND_VALUE.fullmatch(word)
-            if match:
-                message = f'the program receives "{word}" as one argument, with the blank'
-                hint = f"write {match[1]}={match[2]}, or " if word.startswith("--") else "write "
-                hint += f"two entries: {match[1]} and {match[2]}"
-                yield warning("args.one_word", f"{place}.{index}", word, message, None, hint)
-
-
-def _unexpanded(job: Job) -> Iterator[CheckFinding]:
     """Yield arguments and variables that a shell would change: no shell reads them."""
-    command, variables = job.command or [], job.environment.variables
-    words = [
-        *((f"args.{index}", word) for index, word in enumerate(job.args)),
-        *(
-            (f"command.{index}", word)
-            for index, (before, word) in enumerate(zip(["", *command], command, strict=False))
-            if not re.fullmatch("-[a-z]*c", before)  # of `bash -c`, which is a shell
-        ),
-        *((f"environment.variables.{name}", value) for name, value in variables.items()),
-    ]
-    for place, word in words:
+    words = {
+        f"environment.variables.{name}": one for name, one in job.environment.variables.items()
+    }
+    for field, entries in (("args", job.args), ("command", job.command or [])):
+        for index, (before, word) in enumerate(zip(["", *entries], entries, strict=False)):
+            if field == "args" or not re.fullmatch("-[a-z]*c", before):  # `bash -c` is a shell
+                words[f"{field}.{index}"] = word
+    for place, word in words.items():
+        in_command_line = not place.startswith("environment")
+        if in_command_line and (match := _OPTION_AND_VALUE.fullmatch(word)):
+            message = f'the program receives "{word}" as one argument, with the blank'
+            hint = f"write {match[1]}={match[2]}, or " if word.startswith("--") else "write "
+            hint += f"two entries: {match[1]} and {match[2]}"
+            yield warning("args.one_word", place, word, message, None, hint)
         names = {name for found in _VARIABLE.findall(word) for name in found}
         written = _VARIABLE.sub(r"{env.\1\2}", _HOME.sub("{env.HOME}", word))
         hint = f"write {written}"
         if own := sorted(names & PER_RANK):
             hint = f"read {first_few(own)} in the program: each rank has its own"
         elif written == word:
-            is_pattern = "environment" not in place and re.search(r"[*?[]", word)
+            is_pattern = in_command_line and re.search(r"[*?[]", word)
             if not (is_pattern and any(glob.iglob(word, root_dir=job.workdir))):
                 continue
             hint = "list the files, give their directory, or use `command: [bash, -c, LINE]`"

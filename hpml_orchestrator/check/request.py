@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error
@@ -15,23 +15,6 @@ from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
-
-
-@dataclass
-class Sizes:
-    """What will be staged to each node, in MiB by target, as far as known."""
-
-    mib: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def disk_mib(self) -> int:
-        """MiB of the target `local`."""
-        return self.mib.get("local", 0)
-
-    @property
-    def shm_mib(self) -> int:
-        """MiB of the target `shm`."""
-        return self.mib.get("shm", 0)
 
 
 def cpus_field(job: Job) -> str:

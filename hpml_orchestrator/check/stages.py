@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
-from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few, human_bytes
 from hpml_orchestrator.runs.stage_targets import is_compressed
@@ -49,7 +48,7 @@ class _Walk:
 
 def check_stages(
     job: Job, *, seconds: float, clock: Callable[[], float] = time.monotonic
-) -> tuple[list[CheckFinding], Sizes]:
+) -> tuple[list[CheckFinding], dict[str, int]]:
     """Return findings about data that cannot be staged, and the size of the data.
 
     Args:
@@ -57,7 +56,7 @@ def check_stages(
         seconds: after which the walk through the data ends.
         clock: seconds that never go back.
     """
-    sizes = Sizes()
+    sizes: dict[str, int] = {}
     findings: list[CheckFinding] = []
     ends = clock() + seconds
     for index, stage in enumerate(job.stage):
@@ -74,17 +73,19 @@ def check_stages(
     return findings, sizes
 
 
-def check_targets(job: Job, sizes: Sizes, bases: Mapping[str, str]) -> Iterator[CheckFinding]:
+def check_targets(
+    job: Job, sizes: Mapping[str, int], bases: Mapping[str, str]
+) -> Iterator[CheckFinding]:
     """Yield which target directories cannot be used on this machine, or have too little room.
 
     Only for a job that runs here: the nodes' own directories are seen there alone.
 
     Args:
         job: a complete job.
-        sizes: of its data.
+        sizes: of its data in MiB, by target.
         bases: the directories that `shm` and `local` mean here.
     """
-    for target, mebibytes in sizes.mib.items():
+    for target, mebibytes in sizes.items():
         base, need = bases.get(target, target), mebibytes * _MEBIBYTE
         with contextlib.suppress(OSError):  # a missing one is reported below
             room = room_at(base)
@@ -212,11 +213,11 @@ def _walk_findings(walk: _Walk, place: str) -> Iterator[CheckFinding]:
         yield warning("stage.partly", place, source, message)
 
 
-def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
+def _add(sizes: dict[str, int], stage: Stage, walk: _Walk) -> None:
     if stage.size is not None:
         mebibytes = stage.size
     elif walk.cut or is_compressed(stage):
         return
     else:
         mebibytes = -(-walk.size_bytes // _MEBIBYTE)
-    sizes.mib[stage.target] = sizes.mib.get(stage.target, 0) + mebibytes
+    sizes[stage.target] = sizes.get(stage.target, 0) + mebibytes

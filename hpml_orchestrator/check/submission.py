@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.binding import topologies_of
-from hpml_orchestrator.check.finding import error
-from hpml_orchestrator.check.job import CLUSTER_SECONDS, DeadlineRunner, check_job, refusal
-from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_text_or_nothing
-from hpml_orchestrator.records.texts import first_few, printable
+from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
 from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_shared_checkpoints
 from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.environment import job_environment
-from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
-from hpml_orchestrator.scheduler.slurm.start import NOW, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.prepare import Rendered
     from hpml_orchestrator.scheduler.model import Scheduler
 
-_LATER = ("--hold", "--dependency")  # which `sbatch --test-only` does not regard
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
 
@@ -149,15 +142,10 @@ def _refuse_unaccepted(
         notice(f"warning: not checked against the cluster: {report.not_asked}")
 
 
-def check_rendered(
-    rendered: Rendered, name: str, store: Store, *, start: bool = False, **limits: Any
-) -> CheckReport:
-    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s.
-
-    With `start`, Slurm is asked when it would start a job that nothing prevents from running.
-    """
+def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> CheckReport:
+    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
     job = rendered.resolved.job
-    report = check_job(
+    return check_job(
         job,
         backend=name,
         records=store.root,
@@ -167,28 +155,3 @@ def check_rendered(
         targets=rendered.targets,
         **limits,
     )
-    if start and name == "slurm" and not (report.errors or report.not_asked):
-        return _with_start(report, rendered, store)
-    return report
-
-
-def _with_start(report: CheckReport, rendered: Rendered, store: Store) -> CheckReport:
-    job = rendered.resolved.job
-    waits = pending_dependencies(store, job.after, backend="slurm")
-    runner = DeadlineRunner(SubprocessRunner(), time.monotonic() + CLUSTER_SECONDS)
-    environment = job_environment(os.environ, job.environment.inherit)
-    try:
-        text, refusal = start_of(rendered.script, runner, environment)
-    except SchedulerUnavailable:
-        return report
-    if refusal:
-        message = f"sbatch refuses the job: {clean(refusal)}"
-        finding = error("slurm.refused", "resources", None, message, hint=hint_for(refusal))
-        return replace(report, findings=[finding, *report.findings])
-    if waits:
-        text = f"waits for {', '.join(run['run'] for run in waits)}"
-    elif any(option.startswith(_LATER) for option in job.resources.extra):
-        text = ""
-    elif text == NOW and report.answer.shared_limits:
-        text += f" unless running jobs fill limits of {first_few(report.answer.shared_limits)}"
-    return replace(report, start=text)

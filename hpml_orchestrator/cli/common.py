@@ -102,8 +102,8 @@ def store_of(context: typer.Context) -> Store:
         NotFoundError: it names a directory that does not exist, and the command only reads there.
     """
     chosen = (context.obj or {}).get("records") or ""
-    must_exist = context.info_name not in _MAKE_RECORDS
-    store = open_store(chosen, must_exist=must_exist, cluster=cluster_here)
+    store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
+    store.cluster = cluster_here
     root = store.root
     # A typical slip is `--records DIR/runs`. It would make a second store inside of the first, and
     # find no runs in it.

@@ -242,7 +242,7 @@ def check(
     name = backend_name(backend, local=local)
     try:
         rendered = _rendered(context, job_file, settings, name)
-        report = check_rendered(rendered, name, store_of(context), start=True)
+        report = check_rendered(rendered, name, store_of(context), script=rendered.script)
     except InputError as fault:
         if not as_json:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import inspect
@@ -329,10 +330,9 @@ def _foreign_job(error: NotFoundError) -> str:
     """Return what Slurm knows of a job that hpml has no run of; empty if it knows none."""
     from hpml_orchestrator.scheduler.slurm import client  # noqa: PLC0415 - rarely needed
 
-    try:
+    status = None
+    with contextlib.suppress(HpmlError):
         status = client.SlurmScheduler().query([error.job_id]).get(error.job_id)
-    except HpmlError:
-        return ""
     if status is None:
         return ""
     cancel = "" if status.state.over else f"; to cancel it: scancel {error.job_id}"

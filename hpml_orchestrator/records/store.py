@@ -42,21 +42,14 @@ def default_root(environment: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(state)) / "hpml"
 
 
-def open_store(
-    records: str | Path | None,
-    *,
-    must_exist: bool = False,
-    cluster: Callable[[], str] = lambda: "",
-) -> Store:
+def open_store(records: str | Path | None, *, must_exist: bool = False) -> Store:
     """Return the store in a directory of records; without one in that of the environment.
-
-    `cluster` is that of `Store`.
 
     Raises:
         NotFoundError: the given directory must exist and does not.
     """
     chosen = {"HPML_HOME": str(records)} if records else {}
-    store = Store(default_root({**os.environ, **chosen}), cluster=cluster)
+    store = Store(default_root({**os.environ, **chosen}))
     if must_exist and chosen and not os.path.lexists(store.root):
         raise NotFoundError(
             f"no such directory of records: {store.root}",
@@ -92,15 +85,14 @@ class Store:
     Safe on a shared file system: names are made unique, files are published by rename, nothing is
     locked.
 
-    Args:
+    Attributes:
         root: of all records.
-        cluster: returns this machine's cluster, empty if unknown; asked if runs of several clusters
-            have one job id.
+        cluster: returns this machine's cluster, empty if unknown; asked if runs share a job id.
     """
 
-    def __init__(self, root: Path, *, cluster: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._cluster = cluster
+        self.cluster: Callable[[], str] = str
 
     @property
     def submissions_dir(self) -> Path:
@@ -295,7 +287,7 @@ class Store:
             return next((one for one in submissions if not one.started_by), None)
         if word.isdecimal():
             matches = [submission for submission in submissions if submission.has_job(word)]
-            if len(matches) > 1 and (here := self._cluster()):
+            if len(matches) > 1 and (here := self.cluster()):
                 own = [one for one in matches if one.record().get("cluster") == here]
                 matches = own or matches
         else:

@@ -79,12 +79,10 @@ def refuse_if_continued(
     Raises:
         InputError: names that run.
     """
-    others = [
-        other
-        for other in _with_same_directory(store, state.submission)
-        if other.record().get("continues")
-    ]
-    for other_state in states(store, others, backends=backends):
+    directory = checkpoint_directory(replace(state.submission, index=None))
+    others = _saving_to(store, directory, but=state.submission.sid)
+    continuing = [other for other in others if other.record().get("continues")]
+    for other_state in states(store, continuing, backends=backends):
         other = other_state.submission
         if other_state.unfinished or (also_ended and other_state.created > state.created):
             wait = f"wait for it, or `hpml cancel {other.sid}` first"
@@ -105,7 +103,7 @@ def refuse_shared_checkpoints(store: Store, job: Job) -> None:
     own = job.checkpoint
     if own.enabled and own.is_shared and "{run.id}" not in own.directory:
         directory = os.path.normpath(own.directory)
-        _refuse_shared(states(store, _with_directory(store, directory)), directory)
+        _refuse_shared(states(store, _saving_to(store, directory)), directory)
 
 
 def claim_checkpoints(
@@ -132,11 +130,8 @@ def claim_checkpoints(
         newest = newest_start(first)
         holder = newest.owner.job_key if newest and newest.owner else ""
         # A submission that is only prepared has to claim the directory, too.
-        sharers = [
-            other
-            for other in _with_same_directory(store, submission)
-            if other.starts() or other.sid == holder
-        ]
+        others = _saving_to(store, directory, but=submission.sid)
+        sharers = [one for one in others if one.starts() or one.sid == holder]
         _refuse_shared(states(store, sharers, backends=backends), directory)
         number = newest.number + 1 if newest else 1
         taken = mark_start(first, number, now=time.time(), key=submission.sid)
@@ -198,21 +193,12 @@ def fields_to_resubmit(state: State) -> JobFields:
 
 def last_to_save(store: Store, directory: str, *, before: Submission) -> Submission | None:
     """Return the newest earlier submission that saves to a directory; None if there is none."""
-    others = _with_directory(store, directory)
-    return next((one for one in others if one.sid != before.sid), None)
+    return next(_saving_to(store, directory, but=before.sid), None)
 
 
-def _with_same_directory(store: Store, of: Submission) -> Iterator[Submission]:
-    """Yield the other submissions that save to the directory of this one, newest first."""
-    directory = checkpoint_directory(replace(of, index=None))
-    for submission in _with_directory(store, directory) if directory else ():
-        if submission.sid != of.sid:
-            yield submission
-
-
-def _with_directory(store: Store, directory: str) -> Iterator[Submission]:
-    """Yield the submissions that save to a directory, newest first."""
-    for submission in store.submissions():
+def _saving_to(store: Store, directory: str, *, but: str = "") -> Iterator[Submission]:
+    """Yield the submissions, but for one, that save to a directory, newest first."""
+    for submission in store.submissions() if directory else ():
         with contextlib.suppress(HpmlError):
-            if checkpoint_directory(submission) == directory:
+            if submission.sid != but and checkpoint_directory(submission) == directory:
                 yield submission

@@ -25,7 +25,7 @@ from hpml_orchestrator.runs.state import (
 from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
-from hpml_orchestrator.scheduler.slurm.reasons import explain
+from hpml_orchestrator.scheduler.slurm.messages import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -44,17 +44,15 @@ def probe(
         env: environment of srun; all of it travels to the node.
         records: directory of the records, which the nodes should see.
     """
-    name = f"hpml-probe-{secrets.token_hex(4)}"
-    token = records / f".{name}"
+    token = records / f"hpml-probe-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
         records.mkdir(parents=True, exist_ok=True)
         token.touch()
-    look = partial(_probe, cluster, run=run, env=env, token=str(token) if token.exists() else "")
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = list(pool.map(partial(look, name=name), groups))
+            found = list(pool.map(partial(_probe, cluster, run=run, env=env, token=token), groups))
     except BaseException:
-        _cancel(name, run, env)  # after Ctrl-C no probe may stay in the queue
+        _cancel(token.name, run, env)  # after Ctrl-C no probe may stay in the queue
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -63,13 +61,7 @@ def probe(
 
 
 def _probe(
-    cluster: Cluster,
-    group: NodeGroup,
-    *,
-    run: Runner,
-    env: Mapping[str, str],
-    name: str,
-    token: str,
+    cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], token: Path
 ) -> node_probe.NodeProbe | str:
     # srun would wait in the queue for any other node, and a user waits for srun.
     idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
@@ -79,19 +71,19 @@ def _probe(
             return "no node of this kind was idle"
         return "all nodes of this kind are out of service"
     argv = ["srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--time=1", "--quiet"]
-    argv += [f"--immediate={_IMMEDIATE_SECONDS}", f"--job-name={name}", f"--nodelist={node.name}"]
+    argv += [f"--immediate={_IMMEDIATE_SECONDS}", f"--job-name={token.name}"]
     # The current directory may not exist on the nodes.
-    argv += ["--chdir=/", "--mpi=none", "--cpu-bind=none"]
+    argv += [f"--nodelist={node.name}", "--chdir=/", "--mpi=none", "--cpu-bind=none"]
     if cluster.limits.memory_consumable:
         argv.append(f"--mem={_MEMORY_MIB}M")
+    shown = str(token) if token.exists() else ""
+    look = node_probe.command(cluster.limits.tmp_fs, topology=True, token=shown)
     reason = "it is in no usable partition"
     for options in _attempts(cluster, group, node):
-        look = node_probe.command(cluster.limits.tmp_fs, topology=True, token=token)
-        command = [*argv, *options, *look]
         try:
-            done = run.run(command, env=env, timeout=_TIMEOUT_SECONDS)
+            done = run.run([*argv, *options, *look], env=env, timeout=_TIMEOUT_SECONDS)
         except HpmlError as error:
-            _cancel(name, run, env)
+            _cancel(token.name, run, env)
             return _short(str(error))
         seen = node_probe.parse(done.stdout)
         if seen is not None:

@@ -45,11 +45,9 @@ def parse_since(text: str | datetime, *, field: str, now: float) -> float:
             moment = text.timestamp()
         elif (age := read_span(text)) is not None:
             moment = now - age
-        elif text.strip().lower() in _DAYS:
-            ago = timedelta(_DAYS[text.strip().lower()])
-            moment = datetime.combine(
-                datetime.fromtimestamp(now, UTC).astimezone().date() - ago, time()
-            ).timestamp()
+        elif (ago := _DAYS.get(text.strip().lower())) is not None:
+            day = datetime.fromtimestamp(now, UTC).astimezone().date() - timedelta(ago)
+            moment = datetime.combine(day, time()).timestamp()
         else:
             moment = datetime.fromisoformat(text.strip()).timestamp()
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -132,11 +132,9 @@ def load_job(
 
 
 def _argument(settings: list[tuple[str, object]]) -> str:
-    """Return how to pass an argument to the program, where a setting is meant as one."""
-    for name, value in settings:
-        if name not in Job.model_fields and "." not in name:
-            return f"an argument of the program goes to the end: -- --{name}={value}; "
-    return ""
+    meant = [f"{name}={one}" for name, one in settings if name not in Job.model_fields]
+    meant = [one for one in meant if "." not in one.partition("=")[0]]
+    return f"an argument of the program goes to the end: -- --{meant[0]}; " if meant else ""
 
 
 def read_fields(path: str | Path) -> dict[str, object]:
@@ -383,7 +381,7 @@ def make_absolute(data: dict[str, object], base: Path) -> None:
 
 def _expand_homes(data: dict[str, object]) -> None:
     for field, word in [*_texts(data)]:
-        if _WITH_PLACEHOLDERS.match(field) and (word == "~" or word.startswith("~/")):
+        if _WITH_PLACEHOLDERS.match(field) and f"{word}/".startswith("~/"):
             _set(data, field, os.path.expanduser(word))
 
 

@@ -13,6 +13,7 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing
 from hpml_orchestrator.scheduler.slurm.messages import (
+    NODES_DOWN,
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
     clean,
@@ -21,7 +22,6 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     transport_fault,
 )
 from hpml_orchestrator.scheduler.slurm.parse import parse_version
-from hpml_orchestrator.scheduler.slurm.reasons import NODES_DOWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

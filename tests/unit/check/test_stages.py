@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.check.stages import check_stages, check_targets
 from hpml_orchestrator.spec.job import Job
 
@@ -38,18 +37,18 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("entry", "disk_mib", "shm_mib"),
+    ("entry", "wanted"),
     [
-        ({}, 3, 0),
-        ({"target": "shm"}, 0, 3),
-        ({"target": "/scratch"}, 0, 0),  # a directory whose size Slurm does not know
-        ({"size": "7M"}, 7, 0),
+        ({}, {"local": 3}),
+        ({"target": "shm"}, {"shm": 3}),
+        ({"target": "/scratch"}, {"/scratch": 3}),
+        ({"size": "7M"}, {"local": 7}),
     ],
 )
-def test_data_are_measured(tree: Path, entry: dict[str, Any], disk_mib: int, shm_mib: int) -> None:
+def test_data_are_measured(tree: Path, entry: dict[str, Any], wanted: dict[str, int]) -> None:
     """Sizes add up by target."""
     findings, sizes = check_stages(job({"source": str(tree), **entry}), seconds=9)
-    assert (findings, sizes.disk_mib, sizes.shm_mib) == ([], disk_mib, shm_mib)
+    assert (findings, sizes) == ([], wanted)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +136,16 @@ def test_the_walk_through_data_ends(tmp_path: Path) -> None:
     (finding,), sizes = check_stages(asked, seconds=3, clock=lambda: float(next(ticks)))
     assert (finding.code, finding.level) == ("stage.partly", "warning")
     assert "only the first 3 entries" in finding.message
-    assert sizes.disk_mib == 0
+    assert sizes == {}
 
 
 def test_targets_of_this_machine() -> None:
     """Only those given by path: hpml chooses the others itself."""
-    (finding,) = check_targets(job({"target": "/nosuch/dir"}), Sizes(), {})
+    (finding,) = check_targets(job({"target": "/nosuch/dir"}), {}, {})
     assert (finding.code, finding.field) == ("stage.target", "stage.0.target")
     assert finding.message.startswith("no such directory on this node")
     two = job({"target": "/dev/shm"}, {"name": "e", "target": "local"})
-    assert list(check_targets(two, Sizes(), {})) == []
+    assert list(check_targets(two, {}, {})) == []
 
 
 def test_data_that_do_not_fit_here() -> None:
@@ -159,5 +158,5 @@ def test_data_that_do_not_fit_here() -> None:
     assert " are available in /dev/shm (" in finding.message
     figures = os.statvfs("/tmp")
     free = figures.f_bavail * figures.f_frsize
-    sizes.mib = {"local": (free + figures.f_blocks * figures.f_frsize) // 2 // 1024**2}
+    sizes = {"local": (free + figures.f_blocks * figures.f_frsize) // 2 // 1024**2}
     assert [each.level for each in check_targets(two, sizes, {"local": "/tmp"})] == ["warning"]

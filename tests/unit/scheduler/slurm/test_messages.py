@@ -6,13 +6,13 @@ import pytest
 
 from hpml_orchestrator.scheduler.slurm.messages import (
     clean,
+    explain,
     final_refusal,
     hint_for,
     no_such_job,
     not_configured,
     transport_fault,
 )
-from hpml_orchestrator.scheduler.slurm.reasons import explain
 
 FAILED = "sbatch: error: Batch job submission failed: "
 POLICY = (
