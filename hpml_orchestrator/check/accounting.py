@@ -63,12 +63,8 @@ def accounting_limits(
 ) -> Iterator[CheckFinding]:
     """Yield the limits of the partition's QOS, the job's QOS and the association that it exceeds.
 
-    For each kind of limit only the first one that is set applies, in Slurm's order.
-
-    Args:
-        placement: the job's request in a partition.
-        selection: its account and QOS.
-        tres: what the whole job is charged with.
+    For each kind of limit only the first one that is set applies, in Slurm's order. `tres` is what
+    the whole job is charged with.
     """
     request = placement.request
     owners = list(_limit_owners(placement, selection))
@@ -111,10 +107,11 @@ def accounting_limits(
             yield request.fault(code, field, message, shown)
 
 
-def shared_limits(placement: Placement, selection: AccountSelection) -> list[str]:
-    """Return whose limits running jobs fill, so that the job may wait for their end."""
-    owners = _limit_owners(placement, selection)
-    return [name for name, owner in owners if owner.max_tres_per_user or owner.group_tres]
+def shared_limits(placement: Placement, selection: AccountSelection) -> Iterator[str]:
+    """Yield whose limits running jobs fill, so that the job may wait for their end."""
+    for name, owner in _limit_owners(placement, selection):
+        if owner.max_tres_per_user or owner.group_tres:
+            yield name
 
 
 def _first_limits(

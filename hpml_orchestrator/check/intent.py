@@ -30,11 +30,7 @@ _CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel
 
 
 def check_intent(job: Job) -> Iterator[CheckFinding]:
-    """Yield warnings about a job that would run, but hardly as its user means it.
-
-    Args:
-        job: a complete job.
-    """
+    """Yield warnings about a job that would run, but hardly as its user means it."""
     resources, memory = job.resources, job.resources.memory
     if memory and memory <= _LITTLE_MIB and (job.script or job.module):
         message = f"is {size_text(memory)} per node: a bare number is MiB"
@@ -77,14 +73,13 @@ def _program_files(job: Job) -> dict[str, str]:
     paths = [os.path.join(job.workdir, name) for name in names]
     found: dict[str, str] = {}
     for path in paths:  # grows
-        if len(found) == _MOST_FILES or not os.path.isfile(path):
+        if path in found or len(found) == _MOST_FILES or not os.path.isfile(path):
             continue
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
             found[path] = stream.read(_MOST_BYTES)
         for package, name in _IMPORT.findall(found.get(path, "")):
             for dotted in (package, f"{package}.{name}".strip(".")):
                 inner = dotted.replace(".", "/")
-                tops = {os.path.dirname(path): 0, job.workdir: 0}
-                near = [f"{top}/{inner}{end}" for top in tops for end in (".py", "/__init__.py")]
-                paths += [one for one in near if one not in paths]
+                for top in (os.path.dirname(path), job.workdir):
+                    paths += [f"{top}/{inner}.py", f"{top}/{inner}/__init__.py"]
     return found

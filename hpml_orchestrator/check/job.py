@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +61,7 @@ from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.scheduler.cluster import Cluster, Partition
+    from hpml_orchestrator.scheduler.cluster import Cluster
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
@@ -308,9 +308,7 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
 def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> InputError:
     """Return the error for a job that would not run: every finding with its hint.
 
-    Args:
-        errors: what was found.
-        unchecked: what the caller can write to submit the job without the check.
+    `unchecked` is what the caller can write to submit the job without the check.
     """
     lines = []
     for finding in errors:
@@ -371,10 +369,7 @@ def _other_cluster(site: Site, cluster: Cluster) -> list[CheckFinding]:
 def _binding(
     job: Job, cluster: Cluster | None, site: Site | None, topologies: Mapping[str, Topology]
 ) -> list[CheckFinding]:
-    """Compare the binding of a job, as Slurm will see it, with the nodes.
-
-    The nodes are taken from the site profile if it has them, else from Slurm.
-    """
+    """Compare the binding of a job with the nodes of the site profile; without any, of Slurm."""
     wanted = job.resources.partition
     kinds = site.kinds_of(wanted) if site else {}
     whole = whole_nodes(job, site)
@@ -383,7 +378,9 @@ def _binding(
     ]
     if cluster is not None:
         default = [cluster.default_partition] if cluster.default_partition else []
-        partitions = _existing(cluster, wanted.split(",")) if wanted else default
+        partitions = (
+            [one for one in map(cluster.partition, wanted.split(",")) if one] if wanted else default
+        )
         whole = whole or cluster.limits.whole_nodes
         whole = whole or (bool(partitions) and all(part.exclusive for part in partitions))
         if not shapes:
@@ -393,10 +390,6 @@ def _binding(
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
     return check_binding(job, shapes, whole=whole)
-
-
-def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
-    return [partition for partition in map(cluster.partition, names) if partition is not None]
 
 
 def invalid_job(fault: InputError) -> CheckReport:

@@ -86,11 +86,7 @@ def check_directory(
 ) -> Iterator[CheckFinding]:
     """Yield why checkpoints cannot be saved in their directory, as seen from this machine.
 
-    Args:
-        job: a complete job.
-        records: where records live, and checkpoints with a relative path.
-        site: the site profile, if there is one.
-        on_nodes: whether the job runs on other machines than this one.
+    With `on_nodes` the job runs on other machines than this one.
     """
     own, place = job.checkpoint, "checkpoint.directory"
     if not own.enabled:

@@ -173,13 +173,7 @@ def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[CheckFindin
 
 
 def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[CheckFinding]:
-    """Yield a finding if the data exceed the local disks in the site profile.
-
-    Args:
-        job: a complete job.
-        site: the site profile, if there is one.
-        disk_mib: what is staged to each node's local disk, as far as known.
-    """
+    """Yield a finding if the data, as far as known, exceed the local disks in the site profile."""
     kinds = site.kinds_of(job.resources.partition) if site else {}
     disks = {name: kind.local_disk for name, kind in kinds.items() if kind.local_disk}
     small = sorted(name for name, size in disks.items() if size < disk_mib)

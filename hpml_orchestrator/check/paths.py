@@ -36,12 +36,7 @@ _LAUNCHERS = {
 
 
 def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding]:
-    """Return findings about a job's program and software that do not exist or cannot be read.
-
-    Args:
-        job: a complete job.
-        environment: of the submitting process, for PATH.
-    """
+    """Return findings about a job's program and software that do not exist or cannot be read."""
     return [
         *_program(job, environment),
         *_words(job),
@@ -342,12 +337,7 @@ def check_records(root: Path) -> Iterator[CheckFinding]:
 
 
 def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
-    """Yield which paths of a job, which runs on other machines, are on this machine alone.
-
-    Args:
-        job: a complete job.
-        records: where records live.
-    """
+    """Yield which paths of a job, which runs on other machines, are on this machine alone."""
     software, own = job.environment, job.checkpoint
     is_copied = job.snapshot or software.container is not None  # its records or image have it
     places = {
@@ -370,11 +360,10 @@ def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
         first, *others = alone[reason]
         path, also = places[first], f", as {first_few(others)}," if others else ""
         message = f"{path}{also} is local to this machine ({reason}): the nodes cannot see it"
-        hint = "give a directory on the shared file system"
+        code, hint = "paths.local", "give a directory on the shared file system"
         if first == "--records":
-            hint = "set HPML_HOME to a directory that the nodes see"
+            code, hint = "records.local", "set HPML_HOME to a directory that the nodes see"
         hint += "; `hpml init --probe` shows whether they see records"
-        code = "records.local" if first == "--records" else "paths.local"
         yield warning(code, first, path, message, None, hint)
 
 

@@ -11,12 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.accounting import (
-    AccountSelection,
-    accounting_limits,
-    select_account,
-    shared_limits,
-)
+from hpml_orchestrator.check import accounting
+from hpml_orchestrator.check.accounting import AccountSelection, select_account
 from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
 from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
 from hpml_orchestrator.check.request import JobRequest, Placement, job_request
@@ -81,11 +77,7 @@ class _PartitionAnswer:
 def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> ClusterAnswer:
     """Return everything that prevents a job from running on a cluster, or may.
 
-    Args:
-        job: a complete job.
-        cluster: as the user sees it.
-        disk_mib: what will be staged to each node's local disk.
-        shm_mib: what will be staged to each node's RAM, as far as known.
+    `disk_mib` and `shm_mib` are what will be staged to each node's disk and RAM, as far as known.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
@@ -108,8 +100,8 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
-    placements = [Placement(request, answer.partition, cluster) for answer in usable[:1]]
-    shared = [name for placement in placements for name in shared_limits(placement, selection)]
+    places = [Placement(request, answer.partition, cluster) for answer in usable[:1]]
+    shared = [name for place in places for name in accounting.shared_limits(place, selection)]
     return ClusterAnswer(findings, names, (*shared,), (*not_checked,))
 
 
@@ -170,7 +162,7 @@ def _compare(placement: Placement, selection: AccountSelection) -> _PartitionAns
         placement.partition,
         closed=list(_closed_findings(placement)),
         limits=[*_access_findings(placement, selection), *limits],
-        accounting=list(accounting_limits(placement, selection, placement.tres(nodes))),
+        accounting=list(accounting.accounting_limits(placement, selection, placement.tres(nodes))),
         others=[*_state_findings(placement), *missing],
         nodes=nodes,
     )

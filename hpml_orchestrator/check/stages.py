@@ -49,12 +49,9 @@ class _Walk:
 def check_stages(
     job: Job, *, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[list[CheckFinding], dict[str, int]]:
-    """Return findings about data that cannot be staged, and the size of the data.
+    """Return findings about data that cannot be staged, and the data's sizes in MiB, by target.
 
-    Args:
-        job: a complete job.
-        seconds: after which the walk through the data ends.
-        clock: seconds that never go back.
+    The walk through the data ends after `seconds`.
     """
     sizes: dict[str, int] = {}
     findings: list[CheckFinding] = []
@@ -78,12 +75,8 @@ def check_targets(
 ) -> Iterator[CheckFinding]:
     """Yield which target directories cannot be used on this machine, or have too little room.
 
-    Only for a job that runs here: the nodes' own directories are seen there alone.
-
-    Args:
-        job: a complete job.
-        sizes: of its data in MiB, by target.
-        bases: the directories that `shm` and `local` mean here.
+    Only for a job that runs here, where `bases` are the directories that `shm` and `local` mean.
+    `sizes` are MiB by target.
     """
     for target, mebibytes in sizes.items():
         base, need = bases.get(target, target), mebibytes * _MEBIBYTE

@@ -85,10 +85,7 @@ def examine_node(expected: Expected) -> list[NodeFinding]:
 
 
 def _output(command: Sequence[str], seconds: float) -> str | None:
-    """Return the output of a command; None if it fails or does not end in time.
-
-    One that hangs in the kernel cannot be ended: it is killed and not waited for.
-    """
+    """Return the output of a command; None if it fails or does not end in time."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -98,7 +95,7 @@ def _output(command: Sequence[str], seconds: float) -> str | None:
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.kill()  # not waited for: one that hangs in the kernel cannot be ended
         return None
     return output.decode("utf-8", "replace") if process.returncode == 0 else None
 

@@ -62,11 +62,7 @@ def check_backend(job: Job, name: str) -> None:
 
 
 def refuse_other_clusters(cluster: str, environment: Mapping[str, str]) -> None:
-    """Refuse variables with which sbatch would submit to another cluster.
-
-    Args:
-        cluster: this one; empty if it is not known.
-        environment: of the submitting process.
+    """Refuse variables with which sbatch would submit to another cluster than this, if known.
 
     Raises:
         InputError: names the variable, and what to do.
@@ -119,13 +115,7 @@ def elsewhere(cluster: str, scheduler: Scheduler) -> str:
 
 
 def not_here(where: str, *, field: str, value: str) -> InputError:
-    """Return the error for what belongs to another cluster.
-
-    Args:
-        where: what `elsewhere` returned.
-        field: the argument that names it.
-        value: its id.
-    """
+    """Return the error for what an argument names and what is `elsewhere`."""
     return InputError(f"is {where}", field=field, value=value, hint=GO_THERE)
 
 

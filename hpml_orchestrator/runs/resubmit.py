@@ -38,9 +38,6 @@ def checkpoint_directory(submission: Submission) -> str:
     """Return the absolute directory of a run's checkpoints; empty if its job saves none.
 
     For an array it contains `{array.index}` if each task has its own directory.
-
-    Args:
-        submission: of a run, of an array, or of one of its tasks.
     """
     own = recorded_job(submission).checkpoint
     if not own.enabled:
@@ -68,13 +65,7 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
 def refuse_if_continued(
     store: Store, state: State, *, also_ended: bool = False, backends: Backends | None = None
 ) -> None:
-    """Refuse to start a run again while another run saves to its checkpoints.
-
-    Args:
-        store: where records live.
-        state: of the run.
-        also_ended: whether to refuse it also if the other run has ended.
-        backends: open schedulers.
+    """Refuse to start a run again while another run continues it, or (`also_ended`) has done so.
 
     Raises:
         InputError: names that run.

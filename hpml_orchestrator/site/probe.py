@@ -37,12 +37,7 @@ def probe(
 ) -> dict[str, node_probe.NodeProbe | str]:
     """Probe one idle node of each kind: kind -> the result, or why there is none.
 
-    Args:
-        cluster: the cluster.
-        groups: its kinds of nodes.
-        run: starts commands.
-        env: environment of srun; all of it travels to the node.
-        records: directory of the records, which the nodes should see.
+    All of `env` travels to the node, which should see the directory of the records.
     """
     token = records / f"hpml-probe-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):

@@ -29,8 +29,8 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_qos,
     parse_records,
     parse_rows,
+    parse_tres,
     partition_from,
-    tres_and_jobs,
 )
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def with_group_limits(
     arguments = [*which, f"format={_GROUP_FIELDS}"]
     text = _account(run or SubprocessRunner(), arguments, env, _GROUP_LIMITS_SECONDS)
     parents = {
-        row["account"]: (row["parentname"], tres_and_jobs(row["grptres"], row["grpjobs"]))
+        row["account"]: (row["parentname"], parse_tres(f"{row['grptres']},job={row['grpjobs']}"))
         for row in parse_rows(text or "", _GROUP_FIELDS)
     }
 

@@ -216,8 +216,8 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_minutes_per_job=parse_tres(row["maxtresmins"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
-            max_tres_per_user=tres_and_jobs("", row["maxjobs"]),
-            group_tres=tres_and_jobs(row["grptres"], row["grpjobs"]),
+            max_tres_per_user=parse_tres(f"job={row['maxjobs']}"),
+            group_tres=parse_tres(f"{row['grptres']},job={row['grpjobs']}"),
         )
         for row in parse_rows(text, ASSOCIATION_FIELDS)
         if row["account"] and row["cluster"] in ("", cluster)
@@ -235,10 +235,10 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
             max_tres_per_job=parse_tres(row["maxtres"]),
             max_tres_minutes_per_job=parse_tres(row["maxtresmins"]),
             max_tres_per_node=parse_tres(row["maxtrespernode"]),
-            max_tres_per_user=tres_and_jobs(
-                row["maxtresperuser"], row["maxjobsperuser"], row["maxjobsperaccount"]
+            max_tres_per_user=parse_tres(
+                "{maxtresperuser},job={maxjobsperuser},job={maxjobsperaccount}".format_map(row)
             ),
-            group_tres=tres_and_jobs(row["grptres"], row["grpjobs"]),
+            group_tres=parse_tres(f"{row['grptres']},job={row['grpjobs']}"),
         )
         for row in parse_rows(text, QOS_FIELDS)
         if row["name"]
@@ -265,7 +265,7 @@ def parse_memory(text: str) -> int | None:
 
 
 def parse_tres(text: str) -> dict[str, int]:
-    """Return counts by kind, memory in MiB; kinds without a limit or number are omitted.
+    """Return the least count of each kind that has a limit, memory in MiB.
 
     >>> parse_tres("cpu=16,mem=62.50G,gres/gpu:a100=4")
     {'cpu': 16, 'mem': 64000, 'gres/gpu:a100': 4}
@@ -275,18 +275,8 @@ def parse_tres(text: str) -> dict[str, int]:
         kind, _, value = part.strip().rpartition("=")
         count = parse_memory(value) if kind == "mem" else read_count(value)
         if kind and count is not None:
-            counts[kind] = count
+            counts[kind] = min(count, counts.get(kind, count))
     return counts
-
-
-def tres_and_jobs(text: str, *jobs: str) -> dict[str, int]:
-    """Return `parse_tres` and, as the kind `job`, how many jobs may run at once.
-
-    >>> tres_and_jobs("cpu=16", "", "3", "2")
-    {'cpu': 16, 'job': 2}
-    """
-    counts = [count for number in jobs if (count := read_count(number)) is not None]
-    return parse_tres(text) | ({"job": min(counts)} if counts else {})
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:

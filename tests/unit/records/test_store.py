@@ -241,8 +241,8 @@ def test_a_name_or_job_id_of_several_runs(store: Store) -> None:
     for word in ("exp", "exp-2024", "5"):
         with pytest.raises(InputError, match="names 2 runs"):
             store.resolve(word, newest=word != "exp")
-    here = Store(store.root, cluster=lambda: "a")
-    assert here.resolve("5") == here.resolve("5", exact_name=True) == runs[0]
+    store.cluster = lambda: "a"
+    assert store.resolve("5") == store.resolve("5", exact_name=True) == runs[0]
 
 
 @pytest.mark.parametrize("started_by", ["hpml bench", "hpml report --try"])
