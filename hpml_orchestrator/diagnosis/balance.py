@@ -327,22 +327,6 @@ def crowded(facts: Facts) -> dict[int, float]:
     return found
 
 
-def ranks_alone(facts: Facts) -> Finding | None:
-    """Return that no rank ever met another: each trained alone."""
-    if not facts.alone:
-        return None
-    ranks = max(facts.world_size, len(facts.ranks))
-    text = "start a process group in the program, or ask for one rank (`ranks_per_node`)"
-    return find(
-        facts,
-        "ranks-alone",
-        ranks,
-        f"the {ranks} ranks never connected to one another: each trained alone",
-        [f"{ranks} ranks without a connection in all looks at their sockets"],
-        [Change(text)],
-    )
-
-
 def wrong_binding(facts: Facts) -> Finding | str | None:
     """Return ranks that do not run as planned, or share a core with others."""
     wrong = [rank for rank in facts.ranks if rank.bound_as_planned is False]

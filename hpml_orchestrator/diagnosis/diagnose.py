@@ -27,7 +27,6 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     data.waits_for_data,
     balance.slow_rank,
     balance.wrong_binding,
-    balance.ranks_alone,
     balance.communication,
     data.host_to_device,
     gpu.tensor_cores_idle,

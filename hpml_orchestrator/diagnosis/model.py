@@ -130,7 +130,6 @@ class Facts:
     gpu_count: int = 0  # allocated
     core_count: int = 0  # allocated
     world_size: int = 0
-    alone: bool = False  # whether its ranks never met, so that each trained alone
     channel: bool = False  # whether the training reported anything
     monitored: bool = False
     ranks: Sequence[RankFacts] = ()

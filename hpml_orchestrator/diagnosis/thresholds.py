@@ -99,8 +99,6 @@ THRESHOLDS = {
     "wrong-binding": Threshold(1, 1, "hpml",
         "ranks that do not run as planned, or share cores",
         "if each rank ran on the planned cores"),
-    "ranks-alone": Threshold(2, None, "hpml",
-        "ranks of a job that never connected to one another"),
     "throttled": Threshold(0.05, 0.20, "hpml",
         "share of the time in which heat or a power brake holds a GPU down",
         "if throttling ended, which halves the clocks at most"),

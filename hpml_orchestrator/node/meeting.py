@@ -1,9 +1,8 @@
-"""Whether the ranks of a node ever met; each rank of a program that is not distributed works alone.
+"""Whether a rank ever met another; each rank of a program that is not distributed works alone.
 
 A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or as
-rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that worked for a minute and
-had neither in any look, the last one in the second half of its life, has worked alone. If anything
-is in doubt, ranks count as met: after an MPI start, or if their sockets may not be read.
+rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any look,
+the last one after a minute and in the second half of its life, has worked alone.
 """
 
 from __future__ import annotations
@@ -24,54 +23,25 @@ ALONE = (
 )
 """The warning about a node whose ranks never met."""
 
-MEETING_SECONDS = 5.0
-"""From the start of the ranks to the first look; each later one comes after twice the time."""
-
 CPU_SECONDS = 10.0
 """A rank without so much CPU time may only wait for the processes of a container's daemon."""
 
-_WATCHED_SECONDS = 60.0
 _LISTENS = "0A"
 
 
-class Meeting:
-    """What was seen of the sockets of one node's ranks."""
-
-    def __init__(self) -> None:
-        self.is_possible = True  # that they worked alone
-        self._looks: dict[int, tuple[float, float, float]] = {}  # first, last; CPU time of the rank
-
-    def look(
-        self, now: float, local_rank: int, processes: ProcessTable, family: list[ProcessStat]
-    ) -> None:
-        """Look at the sockets of a rank's processes; `now` is in seconds, monotonic."""
-        main = processes.main_of(family).pid
-        environment = processes.environment(main)
-        is_mpi = any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment)
-        try:
-            connected = _is_connected(main, family, integer(environment, "MASTER_PORT", 0))
-        except OSError:
-            connected = True
-        if is_mpi or connected:
-            self.is_possible = False
-        first = self._looks.get(local_rank, (now,))[0]
-        ticks = sum(stat.cpu_ticks for stat in family)
-        self._looks[local_rank] = first, now, ticks / os.sysconf("SC_CLK_TCK")
-
-    def worked_alone(self, ranks: int) -> bool:
-        """Return whether so many ranks surely worked alone."""
-        return (
-            self.is_possible
-            and len(self._looks) == ranks
-            and all(
-                last - first >= _WATCHED_SECONDS and cpu_seconds >= CPU_SECONDS
-                for first, last, cpu_seconds in self._looks.values()
-            )
-        )
+def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
+    """Whether a rank's processes have such a socket; True after an MPI start and if in doubt."""
+    main = processes.main_of(family).pid
+    environment = processes.environment(main)
+    if any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment):
+        return True
+    try:
+        return _is_connected(main, family, integer(environment, "MASTER_PORT", 0))
+    except OSError:
+        return True
 
 
 def _is_connected(main: int, family: list[ProcessStat], port: int) -> bool:
-    """Return whether a process listens on a TCP port, or is connected to `port` elsewhere."""
     sockets = set()
     for stat in family:
         with contextlib.suppress(FileNotFoundError):  # it has ended

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.node import meeting
 from hpml_orchestrator.node.environment import integer
-from hpml_orchestrator.node.meeting import ALONE, MEETING_SECONDS, Meeting
 from hpml_orchestrator.node.processes import ProcessTable, openmp_of, visible_of
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.report import node_line, table, wrong_rows
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LOOKS_SECONDS = (10.0, 60.0)
 """When the live ranks are checked, after the last of them started."""
 
+_MEETING_SECONDS = 5.0  # to the first look for a meeting; each later one comes after twice the time
+_ALONE_SECONDS = 60.0
 _POLL_SECONDS = 1.0  # until all ranks have started
 _KILL_SECONDS = 10.0
 _NO_TOPOLOGY = Topology("none", (), ())
@@ -68,7 +70,7 @@ class Watch:
         self._reported: list[tuple[str, ...]] = []
         self._kill_at = math.inf
         self._to_kill: dict[tuple[int, int], None] = {}
-        self._meeting = Meeting()
+        self._alone: set[int] = set()  # local ranks that have worked without a meeting
         self._began = self._meet_at = math.inf
         self.binding: tuple[int, int] | None = None
         """Ranks that are bound as planned, and ranks that are not; None before any started."""
@@ -84,9 +86,9 @@ class Watch:
         if self._take(started):
             self._save(self._verify())
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
-            self._meeting = Meeting()
+            self._alone.clear()
             if len(self._ranks) > 1 or integer(os.environ, "SLURM_NNODES", 1) > 1:
-                self._began, self._meet_at = now, now + MEETING_SECONDS
+                self._began, self._meet_at = now, now + _MEETING_SECONDS
         if self._due and now >= self._due[0]:
             self._due.pop(0)
             self._look(now)
@@ -106,7 +108,7 @@ class Watch:
         self._take(started)
         self._conclude(math.inf)
         if self._worked_alone and any(rank.rank == 0 for rank in self._ranks.values()):
-            self._report(f"warning: {self._node_plan.context.node}: {ALONE}")
+            self._report(f"warning: {self._node_plan.context.node}: {meeting.ALONE}")
 
     def _take(self, started: Sequence[StartedRank]) -> bool:
         new = started[self._taken :]
@@ -144,14 +146,19 @@ class Watch:
     def _look_for_meeting(self, now: float) -> None:
         processes = ProcessTable()
         for local_rank in self._ranks:
-            if family := self._family(processes, local_rank):
-                self._meeting.look(now, local_rank, processes, family)
-        # Ever rarer: the last look is in the second half of the ranks' life.
-        self._meet_at = 2 * now - self._began if self._meeting.is_possible else math.inf
+            family = self._family(processes, local_rank)
+            if family and meeting.may_have_met(processes, family):
+                self._alone.clear()
+                self._meet_at = math.inf
+                return
+            seconds = sum(stat.cpu_ticks for stat in family) / os.sysconf("SC_CLK_TCK")
+            if now - self._began >= _ALONE_SECONDS and family and seconds >= meeting.CPU_SECONDS:
+                self._alone.add(local_rank)
+        self._meet_at = 2 * now - self._began  # so the last is in the second half of their life
 
     @property
     def _worked_alone(self) -> bool:
-        return self._meeting.worked_alone(len(self._node_plan.plan.ranks))
+        return 0 < len(self._alone) == len(self._node_plan.plan.ranks)
 
     def _process(
         self,
@@ -188,7 +195,7 @@ class Watch:
         wrong = sum(bool(rank.wrong) for rank in proof.ranks)
         self.binding = len(proof.ranks) - wrong, wrong
         if self._worked_alone:
-            proof = replace(proof, alone=True, warnings=(*proof.warnings, ALONE))
+            proof = replace(proof, warnings=(*proof.warnings, meeting.ALONE))
         return replace(proof, time=round(time.time(), 6))
 
     def _conclude(self, now: float) -> None:

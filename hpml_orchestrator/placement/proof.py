@@ -89,7 +89,6 @@ class NodeProof:
     warnings: tuple[str, ...] = ()  # the plan's and the topology's
     looks: int = 0  # how often the live processes were read
     time: float = 0.0  # seconds since the epoch of the last change
-    alone: bool = False  # whether its ranks surely never met another rank
 
     @property
     def right(self) -> bool:

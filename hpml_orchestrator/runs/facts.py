@@ -133,7 +133,6 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         gpu_count=int(allocated.get("gpus", facts.gpu_count)),
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
-        alone=bool(summary.bound.proofs) and all(proof.alone for proof in summary.bound.proofs),
         channel=bool(summary.training or summary.result or _REPORTED & phases.keys()),
         ranks=_ranks(summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],

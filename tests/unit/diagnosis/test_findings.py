@@ -230,7 +230,6 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         facts(ranks=ranks(cpus=[0], bound_as_planned=None, data_wait_seconds=400.0)),
         ["wrong-binding"],
     ),
-    "ranks that never met": (facts(alone=True), ["ranks-alone"]),
     "unbound": (facts(ranks=ranks(cpus=[*range(8)], bound_as_planned=None)), []),
     "communication": (facts(ranks=ranks(comm_seconds=1000.0)), ["communication"]),
     "copies": (facts(ranks=ranks(transfer_seconds=700.0)), ["host-to-device"]),
