@@ -35,25 +35,21 @@ def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
     environment = processes.environment(main)
     if any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment):
         return True
+    port = integer(environment, "MASTER_PORT", 0)
+    sockets, meeting = set(), set()
     try:
-        return _is_connected(main, family, integer(environment, "MASTER_PORT", 0))
+        for stat in family:
+            with contextlib.suppress(FileNotFoundError):  # it has ended
+                for descriptor in os.listdir(f"/proc/{stat.pid}/fd"):
+                    with contextlib.suppress(FileNotFoundError):
+                        sockets.add(os.readlink(f"/proc/{stat.pid}/fd/{descriptor}"))
+        # The tables are those of the rank's network namespace.
+        for name in ("tcp", "tcp6"):
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{main}/net/{name}") as table:
+                for line in [*table][1:]:
+                    _, _, remote, state, _, _, _, _, _, inode, *_ = line.split()
+                    if state == _LISTENS or int(remote.rpartition(":")[2], 16) == port:
+                        meeting.add(f"socket:[{inode}]")
     except OSError:
         return True
-
-
-def _is_connected(main: int, family: list[ProcessStat], port: int) -> bool:
-    sockets = set()
-    for stat in family:
-        with contextlib.suppress(FileNotFoundError):  # it has ended
-            for descriptor in os.listdir(f"/proc/{stat.pid}/fd"):
-                with contextlib.suppress(FileNotFoundError):
-                    sockets.add(os.readlink(f"/proc/{stat.pid}/fd/{descriptor}"))
-    # The tables are those of the rank's network namespace.
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{main}/net/{name}") as table:
-            for line in [*table][1:]:
-                _, _, remote, state, _, _, _, _, _, inode, *_ = line.split()
-                connected = state == _LISTENS or int(remote.rpartition(":")[2], 16) == port
-                if connected and f"socket:[{inode}]" in sockets:
-                    return True
-    return False
+    return not sockets.isdisjoint(meeting)

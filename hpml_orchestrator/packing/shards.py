@@ -322,11 +322,7 @@ class _Writer:
         self.tally = Tally(lambda size, files, _digests: tell(size, files, "", ""))
 
     def add(self, number: int, out: IO[bytes]) -> None:
-        """Copy one file.
-
-        Raises:
-            OSError: the archive cannot be written.
-        """
+        """Copy one file."""
         entry = self._files[number]
         self._write(out, _header(entry.path, entry))
         try:
@@ -398,11 +394,7 @@ def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
 
 
 def _stripe(directory: str, shard_bytes: int) -> str:
-    """Spread new archives over Lustre's servers: one stripe for each 256 MiB, 8 at most.
-
-    Returns:
-        an error message; "" without an error, or if the file system is not Lustre.
-    """
+    """Spread new archives over Lustre's servers by their size; return an error message or ""."""
     if file_system_type(directory) != "lustre":
         return ""
     count = max(1, min(_MOST_STRIPES, -(-shard_bytes // _PER_STRIPE_BYTES)))

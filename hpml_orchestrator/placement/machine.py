@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -111,11 +110,12 @@ def _mixed(cores: Collection[Core]) -> list[Core]:
 
     However many equal parts the list is cut into, each has its share of every kind.
     """
-    count = Counter((core.socket, core.domain, core.kind) for core in cores)
-    seen: Counter[tuple[int, int, str]] = Counter()
-    places = []
+    like: dict[tuple[int, int, str], list[Core]] = {}
     for core in sorted(cores, key=lambda core: core.number):
-        kind = (core.socket, core.domain, core.kind)
-        places.append((core.socket, core.domain, (seen[kind] + 0.5) / count[kind], core))
-        seen[kind] += 1
-    return [core for *_, core in sorted(places, key=lambda place: place[:3])]
+        like.setdefault((core.socket, core.domain, core.kind), []).append(core)
+    places = [
+        (socket, domain, (at + 0.5) / len(some), core.number, core)
+        for (socket, domain, _), some in like.items()
+        for at, core in enumerate(some)
+    ]
+    return [place[-1] for place in sorted(places)]

@@ -183,12 +183,10 @@ class Snapshot:
 
 
 def keep_script(script: str, directory: Path, *, beside: bool) -> ScriptRecord | None:
-    """Copy a job's script into `directory`/script; return its digest, None if it cannot be read.
+    """Copy a script into `directory`/script, and with `beside` what it may import there.
 
-    Args:
-        script: its path.
-        directory: of the submission.
-        beside: whether to copy also the files of its kind beside it, which it may import.
+    Returns:
+        its digest; None if it cannot be read.
     """
     source, kept = Path(script), directory / "script"
     try:

@@ -74,13 +74,7 @@ class PeerFailedError(StagingError):
 
 
 class _Member(Supply):
-    """A node in the chain.
-
-    Args:
-        request: what is staged.
-        place: this node's.
-        secret: the job's.
-    """
+    """A node in the chain."""
 
     method = "chain"
 

@@ -110,19 +110,12 @@ def _feed(feed: int, numbers: Sequence[int]) -> int:
 
 
 class _Worker:
-    """A forked process that dies with this one and shares none of its descriptors.
-
-    Attributes:
-        line: a descriptor that is readable when `listen` has something to do.
-
-    Raises:
-        OSError: no more processes are allowed.
-    """
+    """A forked process that dies with this one and shares none of its descriptors."""
 
     def __init__(self, number: int, work: Work, queue: int) -> None:
         self._heard = bytearray()
         self._has_ended = False
-        self.line, theirs = os.pipe()
+        self.line, theirs = os.pipe()  # readable when `listen` has something to do
         parent = os.getpid()
         gc.freeze()  # a collection would write to the pages shared with the worker, copying them
         try:
@@ -141,12 +134,7 @@ class _Worker:
             os.close(theirs)
 
     def listen(self, on_report: Callable[..., None]) -> bool:
-        """Call `on_report` for each report of the worker; False once it has ended without error.
-
-        Raises:
-            StagingError: it died, or raised an HpmlError.
-            OSError: it raised that.
-        """
+        """Call `on_report` for each report, raise its error; False once it ended without one."""
         data = os.read(self.line, 1 << 16)
         heard = self._heard
         heard += data

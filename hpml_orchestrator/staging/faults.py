@@ -30,22 +30,14 @@ _GIVEN_UP_SECONDS = 60.0
 
 
 def links_hint(root: str, targets: Sequence[str]) -> str:
-    """Return what helps with symbolic links that leave a tree.
-
-    Args:
-        root: the tree's real path.
-        targets: paths that the links lead to, from the root.
-    """
+    """Return what helps with links that leave a tree, by its real path and their targets there."""
     hint = "follow_links: true (as an option --follow-links) copies what links lead to"
     hint += f"; {OUTSIDE_LINKS} as they are"
     if any(target.startswith("/") for target in targets):
         return hint  # no tree may hold absolute links
     parent = os.path.commonpath([root, *(os.path.normpath(f"{root}/{one}") for one in targets)])
-    return (
-        f"{hint}; {shown(parent)} is above the links and what they lead to"
-        if parent.count("/") > 1
-        else hint
-    )
+    told = f"; {shown(parent)} is above the links and what they lead to"
+    return hint + told if parent.count("/") > 1 else hint
 
 
 class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
@@ -214,10 +206,6 @@ class Problems:
             self._cause = self._cause or cause
             if len(self._told) < PATHS_TOLD:
                 self._told.append(f"{shown(path)}: {reason}")
-
-    def add_hint(self, hint: str) -> None:
-        """Add what helps with several of the paths."""
-        self._hints[hint] = None
 
     def raise_any(self, hint: str = "") -> None:
         """Raise one StagingError for all faults, if there are any; `hint` replaces theirs."""

@@ -82,7 +82,6 @@ class CopyPlan:
         stamps: size, times and inode of each archive.
         at_least: scanning stopped early because the data cannot fit.
         label: the source's name in messages, if it is not `source_root`.
-        follow_links: links are read as what they lead to.
     """
 
     source_root: str
@@ -95,7 +94,6 @@ class CopyPlan:
     stamps: list[tuple[int, int, int, int]] = field(default_factory=list)
     at_least: bool = False
     label: str = ""
-    follow_links: bool = False
 
     @property
     def name(self) -> str:
@@ -280,9 +278,8 @@ def scan_tree(
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
-    plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns), follow_links=follow_links)
+    plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns))
     above = {"": {(info.st_dev, info.st_ino)}}  # of each directory, with itself; to notice circles
-    outside: list[str] | None = None if outside_links or follow_links else []
     is_strict = problems is None
     problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
@@ -291,7 +288,7 @@ def scan_tree(
     while level:
         below = []
         for directory, rows in looker.level(level):
-            prefix = f"{directory}/" if directory else ""
+            prefix = os.path.join(directory, "")
             for name, found, fault in rows:
                 path = prefix + name
                 if found is None:
@@ -302,28 +299,32 @@ def scan_tree(
                 # The common case has a short path of its own; the rest is in `_add`.
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
                     plan.files.append(_entry(path, found, found.st_size))
-                elif kind == _S_IFDIR and follow_links and _is_above(above, directory, path, found):
-                    problems.add(path, CIRCLE)
                 elif kind == _S_IFDIR:
+                    if follow_links:
+                        identity = (found.st_dev, found.st_ino)
+                        if identity in above[directory]:
+                            problems.add(path, CIRCLE)
+                            continue
+                        above[path] = {*above[directory], identity}
                     plan.directories.append(TreeEntry(path, mode, found.st_mtime_ns))
                     below.append(path)
                 else:
-                    _add(plan, path, found, first_names, problems, outside)
+                    _add(plan, path, found, first_names, problems)
         level = below
-    if outside:
-        problems.add_hint(links_hint(real, outside) if verb == "stage" else OUTSIDE_LINKS)
+    links = [] if outside_links or follow_links else plan.symlinks
+    _refuse_outside(real, links, problems, verb)
     if is_strict:
         problems.raise_any()
     return plan
 
 
-def _is_above(
-    above: dict[str, set[tuple[int, int]]], directory: str, path: str, info: os.stat_result
-) -> bool:
-    """Record a directory's identity; whether one above it is the same, as behind a link to it."""
-    identity = (info.st_dev, info.st_ino)
-    above[path] = above[directory] | {identity}
-    return identity in above[directory]
+def _refuse_outside(root: str, links: list[Symlink], problems: Problems, verb: str) -> None:
+    found = [(*link[:2], link_fault(*link[:2], root)) for link in links]
+    faults = [(path, target, fault) for path, target, fault in found if fault]
+    targets = [os.path.join(os.path.dirname(path), target) for path, target, _ in faults]
+    hint = links_hint(root, targets) if verb == "stage" else OUTSIDE_LINKS
+    for path, _, fault in faults:
+        problems.add(path, fault, hint=hint)
 
 
 def _add(
@@ -332,7 +333,6 @@ def _add(
     info: os.stat_result,
     first_names: dict[tuple[int, int], str],
     problems: Problems,
-    outside: list[str] | None,
 ) -> None:
     full = f"{plan.source_root}/{path}"
     if stat.S_ISLNK(info.st_mode):
@@ -341,12 +341,7 @@ def _add(
         except OSError as error:
             problems.add(path, why(error), error)
             return
-        fault = "" if outside is None else link_fault(path, target, plan.source_root)
-        if outside is not None and fault:
-            problems.add(path, fault)
-            outside.append(os.path.join(os.path.dirname(path), target))
-        else:
-            plan.symlinks.append(Symlink(path, target, info.st_mtime_ns))
+        plan.symlinks.append(Symlink(path, target, info.st_mtime_ns))
     elif not stat.S_ISREG(info.st_mode):
         problems.add(path, NO_FILE)
     elif info.st_nlink > 1 and (info.st_dev, info.st_ino) in first_names:
@@ -355,8 +350,7 @@ def _add(
         if info.st_nlink > 1:
             first_names[info.st_dev, info.st_ino] = path
         try:
-            real = os.path.realpath(full) if plan.follow_links else full
-            plan.files.append(_file_entry(path, real, info))
+            plan.files.append(_file_entry(path, full, info))
         except OSError as error:
             problems.add(path, why(error), error)
 
@@ -410,7 +404,7 @@ def _file_entry(path: str, full: str, info: os.stat_result) -> TreeEntry:
     stored = info.st_size
     if has_holes(info):
         # O_NONBLOCK: if a fifo took the file's place since `lstat`, opening it must not hang.
-        fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             stored = sum(end - start for start, end in data_ranges(fd, info.st_size))
         finally:

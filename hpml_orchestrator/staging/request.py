@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.staging.faults import brief, shown
@@ -119,10 +119,9 @@ class StageResult:
     @property
     def warning(self) -> str:
         """Text about links that lead nowhere; empty if there is none."""
-        if not self.broken_links:
-            return ""
         text = f"{self.name}: links that lead nowhere in the copy: {self.broken_links}"
-        return f"{text}; `find {shown(self.path)}/ -xtype l` lists them"
+        text += f"; `find {shown(self.path)}/ -xtype l` lists them"
+        return text if self.broken_links else ""
 
     @property
     def rate(self) -> float:
@@ -242,15 +241,11 @@ def requests_for(
     to: str,
     *,
     name: str = "",
-    kind: str = "auto",
-    keep: bool = False,
-    outside_links: bool = False,
-    follow_links: bool = False,
-    trust_mtime: bool = False,
+    **options: Any,
 ) -> list[StageRequest]:
     """Return a request for each source, named after the last part of its path.
 
-    Sources may be relative paths; `name` is for the only source. See `StageRequest` for the rest.
+    Sources may be relative paths; `name` is for the only source, `options` are fields of all.
 
     Raises:
         InputError: a source is missing, two have the same name, or a value is wrong.
@@ -267,16 +262,7 @@ def requests_for(
     target = _target(to)
     names = [name] if name else names_of(sources)
     return [
-        StageRequest(
-            name=one,
-            source=os.path.abspath(source),
-            kind=kind,
-            target=target,
-            keep=keep,
-            outside_links=outside_links,
-            follow_links=follow_links,
-            trust_mtime=trust_mtime,
-        )
+        StageRequest(one, os.path.abspath(source), target=target, **options)
         for one, source in zip(names, sources)
     ]
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 """How much is read, hashed and written at a time: larger blocks do not fit a core's cache."""
 
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -102,21 +102,14 @@ class TreeSource:
         self.kind = kind
         self._path = path
         self._retry = retry
-        self._outside_links = outside_links
-        self._follow_links = follow_links
+        self._links: dict[str, Any] = {"outside_links": outside_links, "follow_links": follow_links}
         self._rate = rate
 
     def plan(self) -> CopyPlan:
         """Look at the tree."""
         if self.kind == "file":
             return scan_file(self._path, self._retry)
-        return scan_tree(
-            self._path,
-            self._retry,
-            outside_links=self._outside_links,
-            follow_links=self._follow_links,
-            rate=self._rate,
-        )
+        return scan_tree(self._path, self._retry, rate=self._rate, **self._links)
 
     def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading."""
@@ -132,7 +125,6 @@ class _TreeReader:
     def __init__(self, plan: CopyPlan, retry: Retry) -> None:
         self._plan = plan
         self._retry = retry
-        self._flags = _READ & ~os.O_NOFOLLOW if plan.follow_links else _READ
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Drop the source's pages: the node will have a copy, whose pages they would push out.
         self._drops = readers_for(plan.source_root) > 1
@@ -148,7 +140,7 @@ class _TreeReader:
     def _open(self, entry: TreeEntry) -> int:
         origins = self._plan.origins
         path = origins.get(entry.path, entry.path) if origins else entry.path
-        return os.open(path, self._flags, dir_fd=self._top)
+        return os.open(path, _READ, dir_fd=self._top)
 
     def _buffer(self) -> memoryview:
         """Return this thread's next buffer of two: one is filled while the other is written."""

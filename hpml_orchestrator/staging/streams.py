@@ -184,12 +184,7 @@ class _Program:
         )
 
     def read(self, count: int) -> bytes:
-        """Return so many bytes, fewer at the end.
-
-        Raises:
-            EOFError: the program failed; with its message.
-            SourceChangedError: the file has changed.
-        """
+        """Return so many bytes, fewer at the end; EOFError has the message of a failure."""
         assert self._process.stdout is not None  # noqa: S101 - given above
         assert self._process.stderr is not None  # noqa: S101
         self._file.check()
@@ -209,11 +204,7 @@ class _Program:
         return self._at
 
     def seek(self, offset: int) -> int:
-        """Read until an offset.
-
-        Raises:
-            ValueError: it was read already.
-        """
+        """Read until an offset, which must not be read already."""
         if offset < self._at:
             raise ValueError("cannot go back")
         while self._at < offset and self.read(min(BLOCK_BYTES, offset - self._at)):

@@ -49,14 +49,9 @@ def open_source(
     kind = retry(lambda: kind_of(request))
     path, outside_links = request.source, request.outside_links
     if kind in {"tree", "file"}:
-        return TreeSource(
-            path,
-            retry,
-            kind,
-            outside_links=outside_links,
-            follow_links=request.follow_links,
-            rate=opens_per_second,
-        )
+        follow, rate = request.follow_links, opens_per_second
+        links = {"outside_links": outside_links, "follow_links": follow}
+        return TreeSource(path, retry, kind, rate=rate, **links)
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
     return TarSource(path, kind, retry, most_bytes=most_bytes, outside_links=outside_links)
@@ -129,8 +124,7 @@ class Supply(ABC):
         """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
 
         It covers the real path and its status, the kind, and the plan's fingerprint; with
-        `trust_mtime` only the status. BLAKE2b, which every Python
-        has: the name must not depend on the interpreter.
+        `trust_mtime` only the status. Every Python has BLAKE2b: no name depends on it.
         """
         real = os.path.realpath(self.request.source)
         info = os.stat(real)

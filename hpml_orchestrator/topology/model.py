@@ -26,9 +26,7 @@ class Core:
     socket: int  # number of its socket
     domain: int  # number of the NUMA domain that its CPUs are in
     cpus: tuple[int, ...]  # its hardware threads, lowest first
-    # What sets it apart on a node with several kinds of cores: `core` or `atom` (Intel's fast and
-    # efficient ones), or the kernel's capacity, such as `1024`; empty if the source has none
-    kind: str = ""
+    kind: str = ""  # Intel's `core` (fast) or `atom`, or the kernel's capacity, such as `1024`
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,7 @@ def _parsed(data: object) -> Topology:
 
 def _parts(kind: type[Part], rows: Iterable[Mapping[str, object]]) -> tuple[Part, ...]:
     names = [field.name for field in fields(kind)]
-    # Files of earlier versions have no kinds of cores.
-    rows = [{"kind": "", **row} for row in rows]
+    rows = [{"kind": "", **row} for row in rows]  # earlier versions wrote no kinds of cores
     return tuple(kind(**{name: _value(name, row[name]) for name in names}) for row in rows)
 
 

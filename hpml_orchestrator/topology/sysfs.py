@@ -22,7 +22,7 @@ from hpml_orchestrator.topology.model import Core, Domain, Gpu, Topology
 from hpml_orchestrator.topology.pci import NVIDIA, PciPath, full_address, is_gpu, is_nic
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
 _SOURCE = "sysfs"
 _KIB = 1024
@@ -65,7 +65,7 @@ def read_sysfs(
             hint="is /sys mounted? A topology file can be given instead: `hpml topo FILE`",
         )
     domains = _domains(sys_root, proc_root, online, warnings)
-    cores = _cores(cpu_root, domains, _kinds(sys_root), warnings)
+    cores = _cores(sys_root, domains, warnings)
     pci = _PciDevices(sys_root, domains)
     devices = Devices()
     _add_gpus(devices, pci, proc_root)
@@ -136,22 +136,14 @@ def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
 
-def _kinds(sys_root: str) -> dict[int, str]:
-    """Return the kind of each CPU: of Intel's hybrid CPUs, or else the kernel's capacity."""
+def _cores(sys_root: str, domains: Sequence[Domain], warnings: list[str]) -> tuple[Core, ...]:
     root = os.path.join(sys_root, "devices")
     cpu_root = os.path.join(root, "system", "cpu")
-    # Their capacities may differ also between cores of one kind.
+    homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     types = [name for name in _list_directory(root) if name.startswith("cpu_")]
     kinds = {cpu: name[4:] for name in types for cpu in _read_cpus(root, name, "cpus")}
-    return kinds or {
-        cpu: _read_text(cpu_root, f"cpu{cpu}", "cpu_capacity") for cpu in _numbered(cpu_root, "cpu")
-    }
-
-
-def _cores(
-    cpu_root: str, domains: Sequence[Domain], kinds: Mapping[int, str], warnings: list[str]
-) -> tuple[Core, ...]:
-    homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
+    # Not those of Intel's hybrid CPUs, which may differ also between cores of one kind.
+    kinds = kinds or {cpu: _read_text(cpu_root, f"cpu{cpu}", "cpu_capacity") for cpu in homes}
     groups: list[set[int]] = []
     sockets: dict[int, int] = {}
     unknown: list[int] = []
@@ -206,12 +198,7 @@ def _list_directory(*parts: str) -> list[str]:
 
 
 class _PciDevices:
-    """The PCI devices of a sysfs.
-
-    Args:
-        sys_root: where sysfs is.
-        domains: the NUMA domains of the node.
-    """
+    """The PCI devices of a sysfs."""
 
     def __init__(self, sys_root: str, domains: Sequence[Domain]) -> None:
         self.root = sys_root

@@ -30,13 +30,12 @@ def read_software(state: State) -> SoftwareRecord | None:
 def script_change(state: State, software: SoftwareRecord) -> str:
     """Return a sentence if the script that ran is not the submitted one; else an empty text."""
     try:
-        script = state.submission.record()["provenance"].get("script")
-        ran = script and software.get("files", {}).get(script["path"])
-    except (HpmlError, AttributeError, LookupError, TypeError):  # damaged
+        script = state.submission.record()["provenance"]["script"]
+        if software["files"][script["path"]] == script["sha256"]:
+            return ""
+        copy = state.submission.directory / script["copy"]
+    except (HpmlError, LookupError, TypeError):  # no copy, or a damaged record
         return ""
-    if not script or not ran or ran == script["sha256"]:
-        return ""
-    copy = state.submission.directory / script["copy"]
     return f"{script['path']} changed between submission and start; as submitted: {copy}"
 
 
