@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 
 _MOST_FILES, _MOST_BYTES = 30, 2**18
 _LITTLE_MIB = 256  # PyTorch alone takes more
-_TRAINS = re.compile(
-    r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm)\b", re.MULTILINE
-)
 _DISTRIBUTED = re.compile(
     r"distributed|DataParallel|accelerat|lightning|deepspeed|horovod|mpi4py|composer|fairscale"
-    r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|hpml_ch|submitit",
+    r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|LOCALID|hpml_ch|submitit",
     re.IGNORECASE,
 )
 _IMPORT = re.compile(r"^\s*(?:from\s+\.*([\w.]*)\s+)?import\s+([\w.]+)", re.MULTILINE)
@@ -33,22 +30,24 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
     """Yield warnings about a job that would run, but hardly as its user means it."""
     resources, memory = job.resources, job.resources.memory
     if memory and memory <= _LITTLE_MIB and (job.script or job.module):
-        message = f"is {size_text(memory)} per node: a bare number is MiB"
+        message = f"is {size_text(memory)}iB per node: a number without a unit is MiB"
         hint = f"write {memory}G for GiB"
         yield warning("memory.little", "resources.memory", memory, message, None, hint)
     files = _program_files(job)
     if not files:
         return
     program, fields = os.path.basename(next(iter(files))), job.environment
+    own = job.checkpoint
     named = [*job.args, *(job.command or ()), *fields.variables.values(), fields.setup or ""]
+    named.append(own.directory)
     text = "\n".join([*named, *files.values()])
     neither = f"neither the job file nor {program} names"
     total = resources.nodes * resources.ranks
-    if total > 1 and _TRAINS.search(text) and not _DISTRIBUTED.search(text):
+    if total > 1 and program.endswith(".py") and not _DISTRIBUTED.search(text):
         place = "ranks_per_node" if resources.ranks_per_node else "gpus"
         place = place if resources.ranks > 1 else "nodes"
-        message = f"{total} ranks would each train alone and write the same files: {program} has "
-        message += "no distributed code"
+        message = f"{total} ranks would do the same and write the same files: {program} has no "
+        message += "distributed code"
         hint = "give one rank, or use torch.distributed; an `array` runs it with several settings"
         value = resources.written(place)
         yield warning("ranks.alone", f"resources.{place}", value, message, 1, hint)
@@ -56,7 +55,6 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         message = f"all tasks would do the same: {neither} the task's index"
         hint = "pass {array.index}, for example as --seed={array.index}"
         yield warning("array.unused", "array", job.array, message, None, hint)
-    own = job.checkpoint
     # An absolute directory was chosen for the program: it may be in a configuration file.
     is_named = own.is_shared or f"{{run.dir}}/{own.directory}" in text or _CHECKPOINT.search(text)
     if own.enabled and not is_named:

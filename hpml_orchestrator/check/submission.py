@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.binding import topologies_of
@@ -79,8 +79,9 @@ def prepare_checked(
     )
     try:
         claim_checkpoints(store, submission)
-    except InputError as error:  # another process has been faster since
-        submission.record_refusal(str(error), now=time.time())
+    except InputError:  # another process has been faster since: this one was never submitted
+        for directory in (submission.directory, store.runs_dir / submission.sid):
+            shutil.rmtree(directory, ignore_errors=True)
         raise
     return submission, scheduler
 

@@ -60,7 +60,7 @@ _STOPPED = {
 }
 """State and reason of an attempt whose ranks were asked to stop, by why."""
 _UNSAVED = "nothing was saved below"
-_SAVE_THERE = "pass {checkpoint.dir} to the program, or set checkpoint.directory to where it saves"
+_SAVE_THERE = "have it save to {checkpoint.dir}, or set checkpoint.directory to where it saves"
 # `srun: error: node1: tasks 2-3: Exited with exit code 7`, or strsignal's text of a signal.
 # Programs may print anything, so every repetition is bounded: no output takes long to search.
 _SRUN = (
@@ -160,7 +160,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     if future.get("why"):  # launchers print a lot about ranks that were ended
         outcome = "the run continues" if future["goes_on"] else "the run does not continue"
         if _UNSAVED in end.reason and _SAVE_THERE not in end.reason:
-            outcome += f"; if the program saves elsewhere, {_SAVE_THERE}"
+            outcome += f"; if the program can save, {_SAVE_THERE}"
         sys.stderr.write(f"hpml: {printable(end.reason)}: {outcome}\n")
     if future.get("ignored"):
         sys.stderr.write(f"hpml: {future['ignored']}\n")

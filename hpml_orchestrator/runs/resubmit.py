@@ -110,10 +110,10 @@ def claim_checkpoints(
         RecordError: the records cannot be written.
     """
     directory = checkpoint_directory(replace(submission, index=None))
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32]
     first = store.submissions_dir / f".{digest}.claimed"
     # Nobody else knows the directory of a run that has not started, unless its path was given.
-    is_own = directory != recorded_job(submission).checkpoint.directory
+    is_own = not os.path.isabs(recorded_job(submission).checkpoint.directory)
     taken = not directory or (is_own and submission.job() is None)
     while not taken:
         # Read before the search: whoever claims the directory later takes the number that would
@@ -189,7 +189,9 @@ def last_to_save(store: Store, directory: str, *, before: Submission) -> Submiss
 
 def _saving_to(store: Store, directory: str, *, but: str = "") -> Iterator[Submission]:
     """Yield the submissions, but for one, that save to a directory, newest first."""
+    place = os.path.realpath(directory)  # /scratch may be a link to /lustre/scratch
     for submission in store.submissions() if directory else ():
         with contextlib.suppress(HpmlError):
-            if submission.sid != but and checkpoint_directory(submission) == directory:
+            other = checkpoint_directory(submission)
+            if submission.sid != but and other and os.path.realpath(other) == place:
                 yield submission

@@ -390,7 +390,8 @@ def _unseen(base: State, status: JobStatus, own: Attempt | None) -> str:
 def _failure(own: Attempt, end: EndRecord | None) -> str:
     """Return why a job failed, by its records; empty if they do not say."""
     if failed := own.markers("failed"):
-        return f"{failed[0].get('node')} did not become ready: {failed[0].get('message')}"
+        message = str(failed[0].get("message")).partition("\n")[0]  # the output has all lines
+        return f"{failed[0].get('node')} did not become ready: {message}"
     reason = str((end or {}).get("reason", ""))
     if reason == "binding":
         return _binding_error(own)

@@ -29,7 +29,7 @@ HELPER = "import hpml_checkpoint"
         ({"resources": {"nodes": 2}}, "import sklearn", "ranks.alone"),
         (TWO, "import torch, os\nos.environ['LOCAL_RANK']", ""),
         (TWO, "import torch\nfrom lib import setup", ""),
-        (TWO, "import other", ""),  # what it does is not known
+        (TWO, "import other", "ranks.alone"),  # what it does is not known
         ({"array": "0-3"}, "", "array.unused"),
         ({"array": "0-3", "args": ["--seed={array.index}"]}, "", ""),
         ({"array": "0-3"}, "os.environ['SLURM_ARRAY_TASK_ID']", ""),

@@ -121,6 +121,10 @@ def test_of_two_in_the_same_second_one_saves_there(shell: Shell, hpml: Hpml) -> 
         return made
 
     first = one_of_two("submit", "--local", "--no-check", job)
+    assert [one["id"] for one in hpml("list", "--name", "twice", "--json").json()] == [first]
+    (shell.root / "link").symlink_to(shell.root)
+    linked = f"checkpoint.directory={shell.root / 'link' / 'twice'}"
+    assert hpml("submit", "--local", job, "--set", linked).refuses(2, f"{first}, which is ")
     checked = hpml("check", "--local", "--json", job)
     assert checked.code != 0
     (finding,) = [one for one in checked.json()["findings"] if one["level"] == "error"]
