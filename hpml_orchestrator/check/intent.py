@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, warning
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
 
 _MOST_FILES, _MOST_BYTES = 30, 2**18
 _LITTLE_MIB = 256  # PyTorch alone takes more
+_TRAINS = re.compile(
+    r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm|numpy|pandas)\b",
+    re.MULTILINE,
+)
 _DISTRIBUTED = re.compile(
     r"distributed|DataParallel|accelerat|lightning|deepspeed|horovod|mpi4py|composer|fairscale"
     r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|LOCALID|hpml_ch|submitit",
     re.IGNORECASE,
 )
-_IMPORT = re.compile(r"^\s*(?:from\s+\.*([\w.]*)\s+)?import\s+([\w.]+)", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(?:from\s+\.*([\w.]*)\s+)?import\s+([\w*(][\w., \t]*)", re.MULTILINE)
 _INDEX = re.compile(r"\{array\.index\}|\{point\.|ARRAY_TASK_ID|HPML_POINT")
 _CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel|eckpoint)\b")
 
@@ -43,7 +48,8 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
     text = "\n".join([*named, *files.values()])
     neither = f"neither the job file nor {program} names"
     total = resources.nodes * resources.ranks
-    if total > 1 and program.endswith(".py") and not _DISTRIBUTED.search(text):
+    is_known = _TRAINS.search(text) or _imported(files) <= sys.stdlib_module_names
+    if total > 1 and program.endswith(".py") and is_known and not _DISTRIBUTED.search(text):
         place = "ranks_per_node" if resources.ranks_per_node else "gpus"
         place = place if resources.ranks > 1 else "nodes"
         message = f"{total} ranks would do the same and write the same files: {program} has no "
@@ -63,6 +69,12 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         yield warning("checkpoint.unused", "checkpoint", True, message, None, hint)
 
 
+def _imported(files: Mapping[str, str]) -> set[str]:
+    """Return the packages from elsewhere that a program imports: what they do is not known."""
+    names = {dotted.partition(".")[0] for text in files.values() for dotted in _imports(text)}
+    return names - {part for path in files for part in path.removesuffix(".py").split("/")}
+
+
 def _program_files(job: Job) -> dict[str, str]:
     """Return the texts of a job's program, which comes first, and of what it imports, by path."""
     module = (job.module or ".").replace(".", "/")
@@ -75,9 +87,16 @@ def _program_files(job: Job) -> dict[str, str]:
             continue
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
             found[path] = stream.read(_MOST_BYTES)
-        for package, name in _IMPORT.findall(found.get(path, "")):
-            for dotted in (package, f"{package}.{name}".strip(".")):
-                inner = dotted.replace(".", "/")
-                for top in (os.path.dirname(path), job.workdir):
-                    paths += [f"{top}/{inner}.py", f"{top}/{inner}/__init__.py"]
+        for dotted in _imports(found.get(path, "")):
+            inner = dotted.replace(".", "/")
+            for top in (os.path.dirname(path), job.workdir):
+                paths += [f"{top}/{inner}.py", f"{top}/{inner}/__init__.py"]
     return found
+
+
+def _imports(text: str) -> Iterator[str]:
+    """Yield the dotted names of modules that a program may import."""
+    for package, names in _IMPORT.findall(text):
+        for name in names.split(","):
+            module = name.split()[0] if name.strip() else ""
+            yield from filter(None, (package, f"{package}.{module}".strip(".")))

@@ -29,7 +29,10 @@ HELPER = "import hpml_checkpoint"
         ({"resources": {"nodes": 2}}, "import sklearn", "ranks.alone"),
         (TWO, "import torch, os\nos.environ['LOCAL_RANK']", ""),
         (TWO, "import torch\nfrom lib import setup", ""),
-        (TWO, "import other", "ranks.alone"),  # what it does is not known
+        (TWO, "import other", ""),  # what it does is not known
+        (TWO, "import json, lib.saving", ""),
+        (TWO, "from other import (\n    train)", ""),
+        (TWO, "open('out', 'w')", "ranks.alone"),
         ({"array": "0-3"}, "", "array.unused"),
         ({"array": "0-3", "args": ["--seed={array.index}"]}, "", ""),
         ({"array": "0-3"}, "os.environ['SLURM_ARRAY_TASK_ID']", ""),
