@@ -133,7 +133,7 @@ def test_the_documented_letters(server: Prometheus, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--all-users"], "--all-users: needs a Prometheus"),
-        (["--since", "yesterday"], "--since"),
+        (["--since", "last week"], "--since"),
         (["--user", ""], "--user: must not be empty"),
         (["--prometheus", "http://127.0.0.1:1"], "no answer: Connection refused"),
     ],
