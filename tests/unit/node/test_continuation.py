@@ -288,7 +288,7 @@ def test_nothing_was_saved_where_checkpoints_belong(site: Site, attempt: int) ->
     Attempt(site.node.attempt).request_stop("time_limit", by="n1", now=2.0)
     saved = site.where / "saved"
     saved.mkdir()
-    remedy = "pass {checkpoint.dir} to the program, or set checkpoint.directory to where it saves"
+    remedy = "have it save to {checkpoint.dir}, or set checkpoint.directory to where it saves"
     said = site.call("finish", "0", HPML_CHECKPOINT_DIR=str(saved))[1]
     reason = (Attempt(site.node.attempt).ended or {})["reason"]
     assert reason.startswith(f"time limit, nothing was saved below {saved}")
