@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -57,11 +58,10 @@ SUBMIT_TIMEOUT_SECONDS = 300.0
 _MIN_INTERVAL_SECONDS = 1.0  # within it, a repeated query gets the cached answer
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
-# `find` searches accounting by the submitting host's clock, but the times in accounting are the
-# controller's. The window begins earlier by this much, so that a clock that runs ahead hides no
-# job.
+# Accounting has the controller's times: `find` begins earlier, for hosts whose clock runs ahead.
 _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
+_STARTS_SECONDS = 600.0
 
 _RESUME_HINT = "a job may exist: `hpml submit --resume ID` finds it, and never submits twice"
 _ACCOUNTING_OFF = "accounting storage is disabled"
@@ -129,6 +129,7 @@ class SlurmScheduler:
         self._over: dict[str, JobStatus] = {}
         self._accounting = True  # until sacct reports otherwise
         self._may_requeue: dict[str, bool] = {}  # by the id of a job or array
+        self._next_starts: dict[str, float] = {}
         self._cluster: str | None = None
 
     def cluster(self) -> str:
@@ -272,13 +273,13 @@ class SlurmScheduler:
 
     def starts(self, job_id: str) -> list[JobStatus]:
         """Return how each start of a job ended, by accounting; none if it does not answer."""
-        if not valid_id(job_id):
-            return []
-        try:
-            rows = self._sacct(["--duplicates", f"--jobs={job_id}"])
-        except SchedulerUnavailable:
-            return []
-        return [row.status for row in rows if job_id in (row.raw_id, row.shown_id)]
+        now = self._clock.monotonic()  # who follows a job calls this often, also for nothing
+        if valid_id(job_id) and now >= self._next_starts.get(job_id, 0.0):
+            self._next_starts[job_id] = now + _STARTS_SECONDS
+            with contextlib.suppress(SchedulerUnavailable):
+                rows = self._sacct(["--duplicates", f"--jobs={job_id}"])
+                return [row.status for row in rows if job_id in (row.raw_id, row.shown_id)]
+        return []
 
     def find(
         self,

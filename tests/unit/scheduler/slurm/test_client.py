@@ -384,6 +384,17 @@ def test_rate_limit() -> None:
     assert runner.count("squeue") == 4, "nothing old after a cancel"
 
 
+def test_accounting_is_asked_about_starts_now_and_then() -> None:
+    """Who follows a job asks often; one that does not answer is asked again after ten minutes."""
+    runner, clock = FakeRunner({"sacct": [Completed(0), DBD_DOWN, DBD_DOWN, DBD_DOWN]}), FakeClock()
+    scheduler = slurm(runner, clock)
+    for pause, calls in ((0.0, 1), (60.0, 1), (600.0, 4)):
+        clock.sleep(pause)
+        assert scheduler.starts("7") == []
+        assert runner.count("sacct") == calls
+    assert scheduler.starts("7; rm") == []
+
+
 def test_long_lists_are_cut() -> None:
     """Ids beyond what one argument may hold go into further calls."""
     runner = FakeRunner({"squeue": [Completed(0)], "sacct": [NO_ACCOUNTING]})
