@@ -17,6 +17,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import jobstate
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.records.files import read_text, write_json
+from hpml_orchestrator.records.ids import parse_answer
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.records.run import PRUNED, Attempt
 from hpml_orchestrator.records.submission import Submission
@@ -208,18 +209,14 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
                 check=False,
             )
         answer = read_text(out)
-        # The words are those of a site's wrapper that drops `--parsable`.
-        match = re.match(
-            r"(?:.*\bSubmitted batch job )?(\d+)(?:(?:;| on cluster )(\S+))?", answer, re.DOTALL
-        )
-        if match:
-            here = os.environ.get("SLURM_CLUSTER_NAME", "")
-            cluster = match[2] or here
-            if here and cluster.lower() != here.lower():
-                cancel = f"`scancel --clusters={cluster} {match[1]}` cancels it"
-                return f"sbatch sent the next job to cluster {cluster}, as {match[1]}; {cancel}"
-            submission.record_continuation(match[1], now=time.time())
-            records.record_next("continuation", match[1], exclude=avoid, now=time.time())
+        following, cluster = parse_answer(answer)
+        if following:
+            here = os.environ.get("SLURM_CLUSTER_NAME", "").lower()
+            if here and cluster and cluster != here:
+                cancel = f"`scancel --clusters={cluster} {following}` cancels it"
+                return f"sbatch sent the next job to cluster {cluster}, as {following}; {cancel}"
+            submission.record_continuation(following, now=time.time())
+            records.record_next("continuation", following, exclude=avoid, now=time.time())
             return ""
         message = read_text(err) + answer
         if not done.returncode or _UNREACHABLE.search(message):

@@ -1,4 +1,7 @@
-"""Names of submissions and runs: sortable by time, unique across hosts, good as file names."""
+"""Names of submissions and runs: sortable by time, unique across hosts, good as file names.
+
+And the ids of jobs, as Slurm gives them.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,13 @@ _LEAST_PART_CHARS = 4
 
 ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*-\d{8}-\d{6}-[0-9a-z]{6}(\.\d+)?$")
 """`<name>-<yyyymmdd>-<hhmmss in UTC>-<6 characters>`, and `.<index>` for one of several runs."""
+
+_ANSWERS = (
+    re.compile(r"(\d+)(?:;(\S+))?", re.ASCII),
+    # of a site's wrapper that drops `--parsable`
+    re.compile(r"(?:.*\s)?Submitted batch job (\d+)(?: on cluster (\S+))?", re.ASCII),
+)
+_VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 
 
 def new_id(name: str, *, now: float | None = None) -> str:
@@ -84,3 +94,26 @@ def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list
 
 def _dated_length(sid: str) -> int:
     return len(sid) - len("-hhmmss-") - len(sid.rsplit("-", 1)[1])
+
+
+def valid_id(job_id: str) -> bool:
+    """Return whether this can be a job's id: `25`, `25_3`, `28+1`."""
+    return _VALID_ID.fullmatch(job_id) is not None
+
+
+def parse_answer(text: str) -> tuple[str, str]:
+    r"""Return job id and cluster from sbatch's answer, each empty if missing; a torn line is none.
+
+    >>> parse_answer("4711;Cluster\n"), parse_answer("Submitted batch job 4711\n")
+    (('4711', 'cluster'), ('4711', ''))
+    >>> parse_answer("47")
+    ('', '')
+    """
+    # Only a complete line counts: sbatch may be killed in the middle of a write, and `47` could be
+    # the beginning of `4711`, another user's job. Other lines come from a site's wrapper.
+    for line in text.splitlines(keepends=True):
+        for pattern in _ANSWERS if line.endswith("\n") else ():
+            answer = pattern.fullmatch(line.strip())
+            if answer and valid_id(answer[1]):
+                return answer[1], (answer[2] or "").lower()
+    return "", ""

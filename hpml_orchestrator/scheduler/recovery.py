@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
+from hpml_orchestrator.records.ids import parse_answer
 from hpml_orchestrator.scheduler.slurm.messages import (
     final_refusal,
     hint_for,
@@ -24,7 +25,6 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     on_other_cluster,
     transport_fault,
 )
-from hpml_orchestrator.scheduler.slurm.parse import parse_answer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

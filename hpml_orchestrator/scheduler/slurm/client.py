@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
+from hpml_orchestrator.records.ids import parse_answer, valid_id
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus
 from hpml_orchestrator.scheduler.slurm.ask import (
@@ -39,10 +40,8 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     escape_output,
     escape_task_output,
     match,
-    parse_answer,
     parse_sacct,
     parse_squeue,
-    valid_id,
 )
 from hpml_orchestrator.scheduler.slurm.records import parse_config
 

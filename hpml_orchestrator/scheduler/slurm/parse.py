@@ -48,12 +48,6 @@ SACCT_FIELDS = (
 """For `sacct --format`; AllocCPUS only fills the column of restarts."""
 
 _NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
-_ANSWERS = (
-    re.compile(r"(\d+)(?:;(\S+))?", re.ASCII),
-    # of a site's wrapper that drops `--parsable`
-    re.compile(r"(?:.*\s)?Submitted batch job (\d+)(?: on cluster (\S+))?", re.ASCII),
-)
-_VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 _SIGNAL_MASK = 0x7F
 _CODE_SHIFT = 8
 _YEAR_SECONDS = 365 * 86400.0
@@ -104,29 +98,6 @@ def escape_task_output(path: str) -> str:
         raise ValueError(f"{path!r} has a backslash, which keeps sbatch from naming a task's file")
     before, pattern, after = path.rpartition(TASK)
     return escape_output(before) + pattern + escape_output(after)
-
-
-def valid_id(job_id: str) -> bool:
-    """Return whether this can be a job's id: `25`, `25_3`, `28+1`."""
-    return _VALID_ID.fullmatch(job_id) is not None
-
-
-def parse_answer(text: str) -> tuple[str, str]:
-    r"""Return job id and cluster from sbatch's answer, each empty if missing; a torn line is none.
-
-    >>> parse_answer("4711;Cluster\n"), parse_answer("Submitted batch job 4711\n")
-    (('4711', 'cluster'), ('4711', ''))
-    >>> parse_answer("47")
-    ('', '')
-    """
-    # Only a complete line counts: sbatch may be killed in the middle of a write, and `47` could be
-    # the beginning of `4711`, another user's job. Other lines come from a site's wrapper.
-    for line in text.splitlines(keepends=True):
-        for pattern in _ANSWERS if line.endswith("\n") else ():
-            answer = pattern.fullmatch(line.strip())
-            if answer and valid_id(answer[1]):
-                return answer[1], (answer[2] or "").lower()
-    return "", ""
 
 
 def parse_time(text: str) -> float | None:

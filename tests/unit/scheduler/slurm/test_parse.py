@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpml_orchestrator.records.ids import parse_answer
 from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState, parse_state
 from hpml_orchestrator.scheduler.slurm.parse import (
     escape_output,
     match,
-    parse_answer,
     parse_exit,
     parse_sacct,
     parse_squeue,
