@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -199,8 +200,10 @@ def check_job(
         findings += staging
         findings += check_records(records)
         findings += _fault(check_backend, job, backend)
+        waits: list[str] = []
         if others:
-            findings += _fault(pending_dependencies, Store(records), job.after, backend=backend)
+            after = partial(pending_dependencies, Store(records), job.after, backend=backend)
+            findings += _fault(lambda: waits.extend(run["run"] for run in after()))
             findings += _fault(refuse_shared_checkpoints, Store(records), job)
         findings += check_monitor(job, on_nodes=on_nodes)
         findings += check_memory(job, Store(records))
@@ -231,7 +234,6 @@ def check_job(
     report = CheckReport(errors_first(findings), not_asked, notes, answer, not_checked)
     if not script or report.errors or not_asked:
         return report
-    waits = [run["run"] for run in pending_dependencies(Store(records), job.after, backend=backend)]
     return _with_start(report, job, script, runner, environment, waits)
 
 

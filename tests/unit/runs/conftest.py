@@ -17,6 +17,7 @@ from hpml_orchestrator.records.schema import WaitedRun
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
+from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume, submit
@@ -84,6 +85,17 @@ class World:
         submission = self.prepare(name, **fields)
         self.go(submission)
         return submission
+
+    def requeue(self, submission: Submission) -> dict[str, str]:
+        """Continue a run, or have a running one save and continue."""
+        return requeue(
+            self.store,
+            submission,
+            environment={},
+            clock=self.clock.time,
+            sleep=self.clock.sleep,
+            backends=self.backends,
+        )
 
     def state(self, submission: Submission) -> State:
         """Ask for the state of a submission."""

@@ -22,7 +22,6 @@ from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.figures import last_report
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
-from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -395,14 +394,7 @@ def test_a_run_without_steps_does_not_look_healthy(training: Training) -> None:
     assert Diagnosis(facts).headline == silence
     jobs = LiveJobs(world.store, backends=world.backends, now=world.clock.time)
     assert jobs.look()[0].bottlenecks == ["stalled: no step for 6:20"]
-    done = requeue(
-        world.store,
-        submission,
-        environment={},
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-        backends=world.backends,
-    )
+    done = world.requeue(submission)
     assert f"seems not to react: {silence}. " in done["outcome"]
     assert f"`hpml cancel {submission.sid}`" in done["outcome"]
     training.end(attempt, "preemption")

@@ -10,7 +10,6 @@ from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavai
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing.scheduler import Fault, Killed
@@ -18,18 +17,6 @@ from hpml_orchestrator.testing.scheduler import Fault, Killed
 if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
-
-
-def go_on(world: World, submission: Submission) -> dict[str, str]:
-    """Call requeue."""
-    return requeue(
-        world.store,
-        submission,
-        environment={},
-        clock=world.clock.time,
-        sleep=world.clock.sleep,
-        backends=world.backends,
-    )
 
 
 def ended(world: World, **fields: Any) -> tuple[Submission, Attempt]:
@@ -46,22 +33,22 @@ def ended(world: World, **fields: Any) -> tuple[Submission, Attempt]:
 def test_a_run_that_is_over_is_continued(world: World) -> None:
     """Another job of the same submission; it can be found by both ids, and ends once more."""
     submission, attempt = ended(world)
-    answer = go_on(world, submission)
+    answer = world.requeue(submission)
     assert answer == {"id": submission.sid, "job_id": "2", "outcome": "continues in job 2"}
     state = world.state(submission)
     assert (state.state, state.job_id, state.over) == ("PENDING", "2", False)
     assert (attempt.next or {})["job_id"] == "2"
     assert [world.store.resolve(word).sid for word in ("1", "2")] == [submission.sid] * 2
     with pytest.raises(InputError, match="is PENDING, job 2: it needs no requeue"):
-        go_on(world, submission)
+        world.requeue(submission)
     cancel(world.store, [submission], backends=world.backends)
     assert world.state(submission).state == "CANCELLED"
-    assert go_on(world, submission)["job_id"] == "3"
+    assert world.requeue(submission)["job_id"] == "3"
     world.starts(submission, "3", 1)
     world.scheduler.move("3", JobState.COMPLETED)
     assert world.state(submission).state == "COMPLETED"
     with pytest.raises(InputError, match="has completed: there is nothing to continue"):
-        go_on(world, submission)
+        world.requeue(submission)
     assert len(world.scheduler.jobs) == 3
 
 
@@ -75,11 +62,11 @@ def test_a_continuation_that_another_hpml_makes_meanwhile(
     def too_late(*arguments: Any, **options: Any) -> Any:
         seen = look(*arguments, **options)
         monkeypatch.undo()
-        assert go_on(world, submission)["job_id"] == "2"
+        assert world.requeue(submission)["job_id"] == "2"
         return seen
 
     monkeypatch.setattr("hpml_orchestrator.runs.requeue.state_of", too_late)
-    assert go_on(world, submission)["job_id"] == "2"
+    assert world.requeue(submission)["job_id"] == "2"
     assert sorted(world.scheduler.jobs) == ["1", "2"]
 
 
@@ -99,12 +86,12 @@ def test_a_continuation_that_was_cut_off(world: World, fault: Fault) -> None:
     submission, _ = ended(world)
     world.scheduler.faults = [Fault.NONE, fault]  # of the look for a job, and of sbatch
     with pytest.raises((Killed, SchedulerUnavailable)):
-        go_on(world, submission)
+        world.requeue(submission)
     if world.state(submission).state == "PENDING":  # the look has found and recorded it
         with pytest.raises(InputError, match="is PENDING, job 2: it needs no requeue"):
-            go_on(world, submission)
+            world.requeue(submission)
     else:
-        assert go_on(world, submission)["job_id"] == "2"
+        assert world.requeue(submission)["job_id"] == "2"
     world.clock.sleep(300)
     assert sorted(world.scheduler.jobs) == ["1", "2"]
     assert world.state(submission).job_id == "2"
@@ -115,9 +102,9 @@ def test_a_refused_continuation(world: World) -> None:
     submission, _ = ended(world)
     world.scheduler.faults = [Fault.NONE, Fault.REFUSED]
     with pytest.raises(SchedulerError, match="Invalid account"):
-        go_on(world, submission)
+        world.requeue(submission)
     assert world.state(submission).state == "TIMEOUT"
-    assert go_on(world, submission)["job_id"] == "2"
+    assert world.requeue(submission)["job_id"] == "2"
 
 
 @pytest.mark.parametrize(("marked", "seconds"), [(False, 0), (True, 0), (False, 200), (True, 200)])
@@ -138,7 +125,7 @@ def test_between_two_jobs_a_run_is_not_over(world: World, marked: bool, seconds:
             f"interrupted before it could continue: `hpml requeue {submission.sid}`"
         )
     assert not (submission.directory / "final.json").exists()
-    assert go_on(world, submission)["job_id"] == "2"
+    assert world.requeue(submission)["job_id"] == "2"
     assert world.state(submission).state == "PENDING"
 
 
@@ -148,13 +135,13 @@ def test_only_a_run_with_checkpoints_is_asked_to_stop(world: World) -> None:
     attempt = Attempt(world.starts(submission, "1"))
     world.scheduler.move("1", JobState.RUNNING)
     with pytest.raises(InputError, match="runs without `checkpoint`"):
-        go_on(world, submission)
+        world.requeue(submission)
     assert attempt.stop_request() is None
     record = submission.record()
     record["job"]["checkpoint"]["enabled"] = True
     write_json(submission.directory / "submit.json", record)
     for _ in range(2):
-        assert "was asked to save and continue (requested)" in go_on(world, submission)["outcome"]
+        assert "was asked to save and continue (requested)" in world.requeue(submission)["outcome"]
     assert len((attempt.directory / "stop").read_text().splitlines()) == 1
 
 
@@ -169,9 +156,9 @@ def test_a_task_is_continued_by_itself(world: World) -> None:
         )
     assert world.state(submission).over
     with pytest.raises(InputError, match="is a job array"):
-        go_on(world, submission)
+        world.requeue(submission)
     task = type(submission)(submission.directory, 1)
-    assert go_on(world, task)["job_id"] == "2"
+    assert world.requeue(task)["job_id"] == "2"
     whole = world.state(submission)
     assert [(one.state, one.job_id) for one in whole.tasks] == [
         ("COMPLETED", "1_0"),
@@ -188,5 +175,5 @@ def test_a_run_of_another_cluster_is_refused(world: World) -> None:
     submission, _ = ended(world)
     world.scheduler.cluster_name = "other"
     with pytest.raises(InputError, match="on cluster fake; this is other"):
-        go_on(world, submission)
+        world.requeue(submission)
     assert len(world.scheduler.jobs) == 1
