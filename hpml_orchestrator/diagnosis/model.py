@@ -20,6 +20,7 @@ class RankFacts:
 
     rank: int
     node: str = ""
+    seconds: float | None = None  # from its first counters to its last, whatever it did
     samples: float | None = None
     steps: float | None = None
     step_seconds: float | None = None  # whole steps, without saving and evaluation

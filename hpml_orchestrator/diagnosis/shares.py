@@ -54,6 +54,20 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
     }
 
 
+def training_seconds(rank: RankFacts) -> float:
+    """Return the seconds of a rank's training, with what it did between the counted steps."""
+    return max(rank.seconds or 0.0, _counted_seconds(rank))
+
+
+def uncounted_seconds(rank: RankFacts) -> float:
+    """Return the seconds of a rank's training that no counter has: neither steps nor `timed`."""
+    return training_seconds(rank) - _counted_seconds(rank)
+
+
+def _counted_seconds(rank: RankFacts) -> float:
+    return sum(filter(None, (rank.step_seconds, rank.save_seconds, rank.evaluation_seconds)))
+
+
 def cpu_waits(facts: Facts) -> dict[int, float]:
     """Return for each rank the share of its training in which other processes used its CPUs."""
     # The kernel counts how long a rank was ready but had no CPU. The rank's own threads and loaders
@@ -67,7 +81,7 @@ def cpu_waits(facts: Facts) -> dict[int, float]:
         return {}
     found = {}
     for rank in facts.ranks:
-        seconds = sum(filter(None, (rank.step_seconds, rank.save_seconds, rank.evaluation_seconds)))
+        seconds = training_seconds(rank)
         if rank.cpu_wait_seconds is None or not seconds or not rank.cpus:
             continue
         if rank.cpu_seconds is None or rank.helper_cpu_seconds is None:

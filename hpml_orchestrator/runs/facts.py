@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
 
 _COUNTERS = (
-    "samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds comm_seconds "
-    "cpu_wait_seconds cpu_seconds helper_cpu_seconds save_seconds evaluation_seconds "
+    "seconds samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds "
+    "comm_seconds cpu_wait_seconds cpu_seconds helper_cpu_seconds save_seconds evaluation_seconds "
     "measured_steps slowest_steps"
 ).split()
 _GPU = (
