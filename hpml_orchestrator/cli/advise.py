@@ -60,7 +60,7 @@ def advise(
         typer.Option(
             "--model",
             metavar="SIZE|NAME=VALUE,...",
-            help="Use formulas instead of running the program: 7B, or "
+            help="Use formulas for transformers instead of running the program: 7B, or "
             "parameters=7B,layers=32,hidden=4096,sequence=2048,heads=32,vocabulary=32000,batch=1,"
             "optimizer=adamw,precision=mixed.",
         ),
@@ -102,7 +102,11 @@ def advise(
     if model is not None:
         need, batch = read_model(model)
         example = f"--model {model},layers=32,hidden=4096,sequence=2048,batch=8"
-        lacking = f"activations are not counted: give the model's shape, such as {example}"
+        lacking = (
+            f"activations are not counted: give the model's shape, such as {example}; FSDP assumes "
+            f"{counted(need.layers, 'layer')}; a network that is no transformer needs a measured "
+            "run, without --model"
+        )
         advice = advise_job(
             job,
             how="formula",
@@ -213,6 +217,9 @@ def _device_lines(advice: Advice) -> Iterator[str]:
     yield _row("activations", known, growth)
     if advice.how == "measured":
         yield _row("gradients of activations, buffers, workspaces", need.other.at(batch))
+    elif need.other.per_sample:
+        growth = f"{human_bytes(need.other.per_sample)} per sample"
+        yield _row("logits, their softmax and gradients", need.other.at(batch), growth)
     if advice.device_bytes is None:
         yield "  the GPU's memory is not known: give --device-memory 80G"
     else:

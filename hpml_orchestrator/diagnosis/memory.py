@@ -28,6 +28,17 @@ PRECISIONS: Mapping[str, tuple[int, int, int, int]] = {
 }
 """Source: Rajbhandari et al. 2020, "ZeRO", section 3.1 (mixed: 16 bytes with Adam); Hugging Face,
 "Model training anatomy" (autocast: 18 bytes with AdamW)."""
+_ELEMENTS: Mapping[str, tuple[int, int]] = {
+    # bytes of an activation, and of the residual stream and attention scores
+    "float32": (4, 4),
+    # torch.autocast adds 16-bit outputs to a float32 embedding: the sum stays in float32, and
+    # softmax is on its list of operations in float32
+    "autocast": (2, 4),
+    "mixed": (2, 2),
+    "bfloat16": (2, 2),
+}
+_ASPECT = 128
+"""Hidden size over layers of GPT-3 from 6.7B on (Brown et al. 2020, table 2.1)."""
 OPTIMIZERS: Mapping[str, float] = {
     # copies of the parameters that the optimizer keeps
     "sgd": 0,
@@ -102,18 +113,42 @@ class Transformer:
         h, layers = self.hidden, self.layers
         return 12 * layers * h * h * (1 + 13 / (12 * h)) + (self.vocabulary + self.sequence) * h
 
-    def activation_bytes(self, batch: float, *, element: int = 2) -> float:
-        """Return the bytes that the layers keep for the backward pass, and the logits in float32.
+    def layer_bytes(self, precision: str = "mixed") -> float:
+        """Return the bytes that one layer keeps of one sequence for the backward pass.
 
-        In 16 bit s b h L (34 + 5 a s / h): 32 bytes of elements and two dropout masks, and the
+        In 16 bit s h (34 + 5 a s / h): 32 bytes of elements and two dropout masks, and the
         attention scores, of which 4 bytes are elements and 1 a mask.
 
         Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-        models", equation 2 and section 4.3 for the logits.
+        models", equation 2.
         """
-        s, b, h = self.sequence, batch, self.hidden
-        layer = 16 * element + 2 + (2 * element + 1) * self.heads * s / h
-        return s * b * (h * self.layers * layer + 4 * self.vocabulary)
+        element, wide = _ELEMENTS[precision]
+        scores = (element + wide + 1) * self.heads * self.sequence / self.hidden
+        return self.sequence * self.hidden * (14 * element + 2 * wide + 2 + scores)
+
+    def input_bytes(self, precision: str = "mixed") -> float:
+        """Return the bytes of a layer's input for one sequence: what checkpointing keeps."""
+        return self.sequence * self.hidden * _ELEMENTS[precision][1]
+
+    def logits_bytes(self, precision: str = "mixed") -> float:
+        """Return the bytes that the loss needs for the logits of one sequence.
+
+        The head's logits, their log-softmax in float32, and two gradients in float32: of the
+        log-softmax, and of the logits before they are cast back.
+
+        Source: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models":
+        28,000 MB for 8,192 tokens and 256,000 words, 14 bytes each.
+        """
+        return self.sequence * self.vocabulary * (_ELEMENTS[precision][0] + 3 * 4)
+
+
+def usual_layers(parameters: float) -> int:
+    """Return how many layers a transformer of that size usually has: 12 L h^2 with h = 128 L.
+
+    >>> usual_layers(7.5e9), usual_layers(175e9)
+    (34, 96)
+    """
+    return max(1, round(math.pow(parameters / (12 * _ASPECT**2), 1 / 3)))
 
 
 # --- measured figures
@@ -177,11 +212,24 @@ class DeviceNeed:
     other: Linear = Linear(0.0)  # gradients of activations, buckets of DDP, workspaces
     layers: int = 1
     buckets: float = 0.0  # of DDP, if `other` does not have them
+    input_share: float | None = None  # of a layer's activations; None: not known
 
     @property
     def states(self) -> float:
         """Weights, gradients and optimizer states."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the activations that checkpointing keeps at once.
+
+        The inputs of all layers and one layer's activations; if the inputs are not known, those of
+        Chen et al. 2016: sqrt(n) checkpoints, and one segment of sqrt(n) layers.
+        """
+        layers = max(1, self.layers)
+        if self.input_share is None:
+            return min(1.0, 2 / math.sqrt(layers))
+        return min(1.0, self.input_share + 1 / layers)
 
 
 @dataclass(frozen=True)
@@ -198,16 +246,15 @@ def ways(
 ) -> list[TrainingOption]:
     """Return the ways to train, from the simplest to the one that changes the program most.
 
-    Checkpointing keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use
-    it too. The pipeline gets as many micro-batches as it has stages.
+    All ways after checkpointing use it too. The pipeline gets as many micro-batches as it has
+    stages.
 
     Source: Rajbhandari et al. 2020, "ZeRO", for the stages; Chen et al. 2016, "Training deep nets
     with sublinear memory cost", for checkpointing; Zhao et al. 2023, "PyTorch FSDP".
     """
     states, other = need.states, need.other.at(batch)
     whole = need.activations.at(batch)
-    # Chen et al. keep sqrt(n) checkpoints and recompute one segment of sqrt(n) layers at a time.
-    kept = whole * min(1.0, 2 / math.sqrt(max(1, need.layers)))
+    kept = whole * need.kept_share
     gathered = need.weights / max(1, need.layers)  # FSDP has one layer's weights whole at a time
     inside, nodes = min(gpus, gpus_per_node), -(-gpus // max(1, gpus_per_node))
     found = [TrainingOption("one device", states + whole + other, "nothing has to change")]
@@ -303,6 +350,10 @@ _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SHAPE = ("layers", "hidden", "sequence", "heads", "vocabulary", "batch")
 _WORDS = ("parameters", *_SHAPE, "optimizer", "precision")
 _NEEDED = ("layers", "hidden", "sequence")
+_OTHER_NETWORKS = (
+    "formulas are for transformers; a convolutional or other network needs a measured run: "
+    "hpml advise without --model"
+)
 
 
 def _model_words(text: str) -> tuple[dict[str, float], dict[str, str]]:
@@ -327,7 +378,8 @@ def _model_words(text: str) -> tuple[dict[str, float], dict[str, str]]:
         number = float(match[1]) * _POWERS[match[2].lower()] if match else 0.0
         if not math.isfinite(number) or number < 1 or (name in _SHAPE and number % 1):
             right = "must be a number such as 7B, 350M or 4096"
-            raise InputError(right, field=f"--model {name}", value=value)
+            hint = _OTHER_NETWORKS if name == "parameters" else ""
+            raise InputError(right, field=f"--model {name}", value=value, hint=hint)
         numbers[name] = number
     return numbers, chosen
 
@@ -356,17 +408,21 @@ def read_model(text: str) -> tuple[DeviceNeed, int | None]:
         hint = "--model 7B, or --model parameters=7B,layers=32,hidden=4096,sequence=2048,batch=4"
         raise InputError("lacks parameters", field="--model", value=text, hint=hint)
     weights, gradients, states = model_states(parameters, chosen["optimizer"], chosen["precision"])
-    element = 4 if chosen["precision"] == "float32" else 2
-    activations = Linear(0.0)
+    layers, activations, logits, share = usual_layers(parameters), Linear(0.0), Linear(0.0), None
     if transformer is not None:
-        activations = Linear(0.0, transformer.activation_bytes(1, element=element))
+        layers, layer = transformer.layers, transformer.layer_bytes(chosen["precision"])
+        activations = Linear(0.0, layers * layer)
+        logits = Linear(0.0, transformer.logits_bytes(chosen["precision"]))
+        share = transformer.input_bytes(chosen["precision"]) / layer
     need = DeviceNeed(
         weights,
         gradients,
         states,
         activations,
-        layers=transformer.layers if transformer else 1,
+        logits,
+        layers,
         # By default DDP copies all gradients into its buckets (without `gradient_as_bucket_view`).
         buckets=gradients,
+        input_share=share,
     )
     return need, int(numbers.get("batch", 1)) if transformer else None

@@ -47,6 +47,7 @@ LINES = [
     ("advise good.yaml --device-memory 0", 2, "--device-memory: must be", ""),
     ("advise good.yaml --time-limit 0", 2, "--time-limit: must be between 1 and 3600", ""),
     ("advise good.yaml --model seven", 2, "--model parameters: must be a number such as 7B", ""),
+    ("advise good.yaml --model resnet50", 2, "--model parameters", "needs a measured run"),
     ("advise good.yaml --model=", 2, "--model: must not be empty", ""),
     ("submit closed.yaml", 2, "closed.yaml: Permission denied", ""),
     ("render good.yaml --explain -o out", 2, "--explain: cannot be given together with --o", ""),
