@@ -255,6 +255,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group(chosen.backend or ("nccl" if use_gpu else "gloo"))
+    channel.event("preparation")
     rank = dist.get_rank() if dist.is_initialized() else 0
     try:
         figures = train(chosen, device, channel)

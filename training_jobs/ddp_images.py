@@ -283,6 +283,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         device = images_model.choose_device(options)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_seconds))
+        channel.event("preparation")
         train(options, device, channel)
     except (JobError, CheckpointError, dist.DistNetworkError, dist.DistStoreError) as error:
         status = 2

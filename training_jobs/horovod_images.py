@@ -158,6 +158,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     channel = Channel.from_env()
     channel.event("rendezvous")
     hvd.init()
+    channel.event("preparation")
     variables["LOCAL_RANK"] = str(hvd.local_rank())
     try:
         if (size := int(variables.get("WORLD_SIZE", hvd.size()))) != hvd.size():

@@ -87,10 +87,10 @@ class Channel:
     def event(self, event: str, **data: object) -> None:
         """Report at once that something happened; data have units in their names.
 
-        `rendezvous` (before the process group's start), `warm-up(steps=20)`, `training(step=,
-        total_steps=)` (before the first step), `resumed(step=, checkpoint=)`, `evaluation`,
-        `checkpoint(step=, seconds=, size_bytes=)`, `stopping(step=)` or `link(name=, url=)`. `step`
-        counts optimizer steps over all restarts. Counters wait until the warm-up's steps are done.
+        `rendezvous` and `preparation` (before and after init_process_group), `warm-up(steps=20)`,
+        `training(step=, total_steps=)` (before the first step), `resumed(step=, checkpoint=)`,
+        `evaluation`, `checkpoint(step=, seconds=, size_bytes=)`, `stopping(step=)`, `link(name=,
+        url=)`. `step` counts over all restarts. Counters wait until the warm-up's steps are done.
         """
         self._send("event", event, data=data)
         if event == "warm-up":

@@ -54,6 +54,7 @@ def main() -> None:
     if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo")
+    channel.event("preparation")  # all ranks are there
     rank = dist.get_rank()
 
     torch.manual_seed(1)
@@ -64,7 +65,7 @@ def main() -> None:
     # Another `job` than the checkpoint's is refused: its position in the data would be wrong.
     settings = {"ranks": dist.get_world_size(), "batch_size": options.batch_size}
     checkpoints = Checkpoints(options.checkpoint, job=settings, channel=channel)
-    agreement, step = StopAgreement(checkpoints.ranks), 0
+    agreement, step, stop = StopAgreement(checkpoints.ranks), 0, False
     if found := checkpoints.load():
         model.load_state_dict(found.state["model"])
         optimizer.load_state_dict(found.state["optimizer"])
@@ -75,7 +76,6 @@ def main() -> None:
         checkpoints.save(state, step=step)
 
     channel.event("training", step=step, total_steps=options.steps)
-    stop = False
     while step < options.steps and not stop:
         began = time.perf_counter()
         inputs, targets = batch_of(step, rank, options.batch_size)

@@ -280,6 +280,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         device = choose_device(options)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        channel.event("preparation")
         train(options, channel, device)
     except (CheckpointError, ValueError) as error:
         status = 2

@@ -48,7 +48,7 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
 )
 """Each returns a finding, a sentence with figures if nothing is wrong, or None without data."""
 
-_RANKS_RUN = ("running", "rendezvous", "warm-up", "training")
+_RANKS_RUN = ("running", "rendezvous", "preparation", "warm-up", "training")
 
 
 def diagnose(facts: Facts) -> Diagnosis:

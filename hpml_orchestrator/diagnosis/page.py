@@ -18,8 +18,8 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
 _COLOURS = {  # by phase and part, as numbered in style.css
-    "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
-    "training": 3, "end": 9,
+    "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "preparation": 1,
+    "warm-up": 4, "running": 3, "training": 3, "end": 9,
     parts.COMPUTE: 3, "waiting for data": 2, "host to device": 5, "waiting for slower ranks": 7,
     "communication": 4, "saving": 6, "evaluation": 8, "outside of steps": 9,
 }  # fmt: skip

@@ -47,6 +47,7 @@ WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
 RANK_EVENTS = (
     "rendezvous",
+    "preparation",
     "warm-up",
     "training",
     "resumed",

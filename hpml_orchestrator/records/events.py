@@ -23,6 +23,7 @@ VOCABULARY = (
     "staging",  # a node began to bring data in
     "ready",  # a node has all of its data
     "rendezvous",  # a rank entered the process group's start
+    "preparation",  # a rank is in the process group, and prepares data, model and checkpoint
     "resumed",  # a rank continues from a checkpoint
     "warm-up",  # a rank runs its first steps
     "training",  # a rank begins to train at `data.step` of `data.total_steps`

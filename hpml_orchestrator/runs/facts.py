@@ -48,7 +48,7 @@ _GPU = (
     "memory_total_bytes power_watts power_limit_watts"
 ).split()
 _ACCURACY = ("accuracy", "loss")
-_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank reports them
+_REPORTED = {"rendezvous", "preparation", "warm-up"}  # phases that begin when a rank reports them
 
 
 def gather(

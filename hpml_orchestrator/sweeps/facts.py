@@ -24,8 +24,8 @@ TIMED_OUT = ("TIMEOUT", "DEADLINE")
 """States of runs that would have taken longer; without them only the fast runs remain."""
 
 PARTS = tuple(
-    "staging, start-up, rendezvous, warm-up, steps, data wait, evaluation, checkpoint, end, "
-    "not divided".split(", ")
+    "staging, start-up, rendezvous, preparation, warm-up, steps, data wait, evaluation, "
+    "checkpoint, end, not divided".split(", ")
 )
 """The parts of a run's total time, in order; the queue is not among them."""
 

@@ -34,7 +34,7 @@ _LIGHT = (_FOLDER / "style.css").read_text("utf-8").partition("@media")[0]
 _COLOURS = dict(re.findall(r"--(\w+): (#\w{6});", _LIGHT))
 _QUIET = _COLOURS["quiet"]
 _SERIES = [_COLOURS[f"c{place}"] for place in range(1, len(PARTS) + 1)]
-_OF_PARTS = [_SERIES[place - 1] for place in (2, 4, 5, 7, 1, 6, 3, 8, 9, 10)]
+_OF_PARTS = [_SERIES[place - 1] for place in (2, 4, 5, 11, 7, 1, 6, 3, 8, 9, 10)]
 _RC = {
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), _QUIET),
     **dict.fromkeys(("text.color", "axes.labelcolor"), _COLOURS["ink"]),

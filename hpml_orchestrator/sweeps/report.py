@@ -304,7 +304,8 @@ def _parts(row: PointRow) -> dict[str, float]:
     # steps. Each second must be counted once, or the parts would exceed the total.
     training = max(0.0, phases.get("training", 0.0) - sum(inner.values()))
     waited = training * (row.data_wait_ratio or 0.0)
-    parts = {name: phases.get(name, 0.0) for name in ("staging", "start-up", "warm-up", "end")}
+    alone = ("staging", "start-up", "preparation", "warm-up", "end")
+    parts = {name: phases.get(name, 0.0) for name in alone}
     parts["rendezvous"] = phases.get("launch", 0.0) + phases.get("rendezvous", 0.0)
     parts |= {**inner, "steps": training - waited, "data wait": waited}
     parts["not divided"] = (row.total_seconds or 0.0) - sum(parts.values())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _AXIS = "job"
 _NAMES = _BEFORE, _AFTER = "original", "changed"
 _USABLE = ("COMPLETED", "PRUNED")
-_SETUP = ("start-up", "staging", "launch", "rendezvous", "warm-up")
+_SETUP = ("start-up", "staging", "launch", "rendezvous", "preparation", "warm-up")
 _SPARE_SECONDS = 1800  # of a shortened run's time limit, for slow nodes and the end
 _SMALL_SECONDS = 1.0
 _TIMES = 3.0  # from this speedup on it is given as a factor

@@ -73,7 +73,7 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     assert ran["summary"]["ranks"] == 4
     assert ran["summary"]["staged_files"] == 2 * 1797
     assert ran["summary"]["staged_bytes"] > 2 * 1797 * 60
-    phases = "queue start-up staging launch rendezvous warm-up training end".split()
+    phases = "queue start-up staging launch rendezvous preparation warm-up training end".split()
     assert [phase["name"] for phase in ran["summary"]["phases"]] == phases
     asked = ("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", ran["job_id"])
     accounted = eventually(lambda: desk.slurm(*asked).strip())

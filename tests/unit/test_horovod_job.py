@@ -88,7 +88,7 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]
-        assert {"rendezvous", "warm-up", "step", "evaluation"} <= set(names)
+        assert {"rendezvous", "preparation", "warm-up", "step", "evaluation"} <= set(names)
         steps = [event.data for event in found if event.rank == rank and event.event == "step"]
         assert steps[-1]["samples_total"] == 6 * 721
     assert sum(event.event == "checkpoint" for event in found) == 6

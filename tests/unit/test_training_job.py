@@ -89,7 +89,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]
-        assert {"rendezvous", "warm-up", "step", "evaluation"} <= set(names)
+        assert {"rendezvous", "preparation", "warm-up", "step", "evaluation"} <= set(names)
         steps = [event.data for event in found if event.rank == rank and event.event == "step"]
         # Each rank's half of 1442 images, 6 times: nothing of the warm-up is lost either.
         assert steps[-1]["samples_total"] == 6 * 721

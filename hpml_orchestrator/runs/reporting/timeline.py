@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Phase:
     """One stretch of a run's time.
 
-    The names are `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`,
-    `end`; `running` if the program reports nothing.
+    The names are `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `preparation`, `warm-up`,
+    `training`, `end`; `running` if the program reports nothing. Without `rendezvous` that is part
+    of the preparation: the program did not report where it ended.
     """
 
     name: str
@@ -175,6 +176,8 @@ def phases(
         ended: when the job was over.
     """
     first, trained = timeline.first, timeline.trained
+    # Without a mark of its beginning the time before the first step is not called warm-up.
+    warming = first.get("warm-up", first.get("training"))
     # Each phase ends at its mark, in this order, and the next begins there. A mark may be missing:
     # not every program reports all events, and a killed job reports no end. Then the time goes to
     # the next phase with a mark, so that the sum stays the whole duration.
@@ -184,8 +187,9 @@ def phases(
         "staging": max((event.time for event in timeline.ready), default=None),
         "launch": first.get("rendezvous", max(bound, default=None)),
         "running": None,
-        "rendezvous": first.get("warm-up"),
-        "warm-up": first.get("step"),
+        "rendezvous": first.get("preparation"),
+        "preparation": first.get("step") if warming is None else warming,
+        "warm-up": None if warming is None else first.get("step"),
         "training": trained,
     }
     begun = {
@@ -194,7 +198,8 @@ def phases(
         "launch": "ready" in first,
         "running": bool(bound),
         "rendezvous": "rendezvous" in first,
-        "warm-up": "warm-up" in first,
+        "preparation": "preparation" in first,
+        "warm-up": warming is not None,
     }
     last = [name for name, has_begun in begun.items() if has_begun][-1:]
     if trained is None and last:

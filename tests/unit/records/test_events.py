@@ -11,8 +11,8 @@ from hpml_orchestrator.records.events import VOCABULARY, append, read, read_all
 def test_the_vocabulary_is_the_house_s() -> None:
     """The names stand in records.md, in the same order."""
     names = (
-        "queued started staging ready rendezvous resumed warm-up training step evaluation "
-        "checkpoint signal hang stop stopping link ended"
+        "queued started staging ready rendezvous preparation resumed warm-up training step "
+        "evaluation checkpoint signal hang stop stopping link ended"
     )
     assert list(VOCABULARY) == names.split()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
     from tests.unit.runs.conftest import World
 
-NAMES = "queue start-up staging launch running rendezvous warm-up training end".split()
+NAMES = "queue start-up staging launch running rendezvous preparation warm-up training end".split()
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 EVENTS = st.lists(
@@ -54,7 +54,7 @@ def test_a_phase_between_two_clocks_that_differ_is_left_out() -> None:
     assert [(phase.name, phase.seconds) for phase in found] == [
         ("start-up", 1),
         ("staging", 8),
-        ("rendezvous", 2),
+        ("preparation", 2),
         ("warm-up", 2),
         ("end", 1),
     ]
@@ -91,7 +91,8 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
     """Nodes are ready when the last is; a beginning counts when the first begins."""
     marks = (
         "10 started batch, 11 staging n1, 12 staging n2, 13 ready n1, 20 ready n2, "
-        "22 rendezvous n1, 23 rendezvous n2, 25 warm-up n1, 27 step n1, 40 step n2"
+        "22 rendezvous n1, 23 rendezvous n2, 24 preparation n1, 25 warm-up n1, "
+        "27 step n1, 40 step n2"
     )
     events = [
         Event(float(time), name, node, None if name in ("started", "ready") else 0)
@@ -100,7 +101,8 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
     events.append(Event(45, "evaluation", "n1", 0, {"final": True}))
     found = phases(Timeline(events), queued=4, ended=50)
     assert ", ".join(f"{phase.name} {phase.seconds:g}" for phase in found) == (
-        "queue 6, start-up 1, staging 9, launch 2, rendezvous 3, warm-up 2, training 18, end 5"
+        "queue 6, start-up 1, staging 9, launch 2, rendezvous 2, preparation 1, warm-up 2, "
+        "training 18, end 5"
     )
 
 
@@ -111,17 +113,42 @@ def test_a_mark_counts_when_the_last_reaches_it() -> None:
         ("staging", "staging"),
         ("ready", "launch"),
         ("rendezvous", "rendezvous"),
+        ("preparation", "preparation"),
         ("warm-up", "warm-up"),
     ],
 )
 def test_a_run_that_stops_on_its_way_spends_its_time_there(reached: str, stretch: str) -> None:
     """What it was about when the script ended has the time until then, not the end."""
-    steps = ["started", "staging", "ready", "rendezvous", "warm-up"]
+    steps = ["started", "staging", "ready", "rendezvous", "preparation", "warm-up"]
     steps = steps[: steps.index(reached) + 1]
     events = [Event(10 + number, name, "n1") for number, name in enumerate(steps)]
     found = {one.name: one.seconds for one in phases(Timeline(events), left=100, ended=101)}
     assert found[stretch] >= 100 - 10 - len(steps)
     assert found["end"] == 1
+
+
+@pytest.mark.parametrize(
+    ("marks", "stretches"),
+    [
+        ("rendezvous preparation warm-up step", "rendezvous 1, preparation 1, warm-up 1"),
+        ("rendezvous preparation training step", "rendezvous 1, preparation 1, warm-up 1"),
+        ("rendezvous warm-up step", "preparation 1, warm-up 1"),
+        ("rendezvous training step", "preparation 1, warm-up 1"),
+        ("rendezvous step", "preparation 1"),
+        ("step", "preparation 1"),
+    ],
+)
+def test_a_rendezvous_without_a_reported_end_is_part_of_the_preparation(
+    marks: str, stretches: str
+) -> None:
+    """Of older copies and of scripts that report little: nobody knows when the ranks had met."""
+    events = [Event(2.0 + number, name, "n1", 0) for number, name in enumerate(marks.split())]
+    bound = [1.0] if marks == "step" else []
+    ready = [Event(0.0, "started", "batch"), Event(0.5, "ready", "n1")]
+    found = phases(Timeline([*ready, *events]), bound=bound, ended=20)
+    names = ("rendezvous", "preparation", "warm-up")
+    inner = [one for one in found if one.name in names]
+    assert ", ".join(f"{one.name} {one.seconds:g}" for one in inner) == stretches
 
 
 def trained(world: World, submission: Submission) -> None:
