@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.balance import contended
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
 from hpml_orchestrator.diagnosis.shares import find, steps_known
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
 _LEAST = 0.005
-_STARTING = ("start-up", "launch", "rendezvous", "warm-up")
+_STARTING = ("start-up", "launch", "rendezvous", "preparation", "warm-up")
 _ADVICE = {
     "start-up": "do less in `environment.setup`, and load fewer modules",
     "launch": "load the software from the node's disk: a container image, or a packed environment",
-    "rendezvous": "check the network between the nodes: `NCCL_DEBUG=INFO`, NCCL_SOCKET_IFNAME",
+    "rendezvous": "let ranks reach `init_process_group` together: the first waits for the last",
+    "preparation": "load or build data, model and checkpoint faster: do once, before the job, what "
+    "is the same in each run",
     "warm-up": "cache what the first steps compile (`TORCHINDUCTOR_CACHE_DIR` on shared storage)",
 }
+_NETWORK = "check the network between the nodes: `NCCL_DEBUG=INFO`, NCCL_SOCKET_IFNAME"
+_APART = 'tell both apart: `channel.event("preparation")` after `init_process_group`'
 
 _OF_TRAINING = {"evaluation_seconds": "evaluation", "save_seconds": "checkpoints"}
 
@@ -63,18 +68,33 @@ def slow_start(facts: Facts) -> Finding | str | None:
     text = f"the start took {seconds_text(seconds)}"
     if seconds < LONG_PHASE_SECONDS:
         return text
-    parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in took.items())
-    changes = [Change(_ADVICE[longest])]
+    is_apart = "rendezvous" in took or facts.world_size == 1  # one rank meets nobody
+    own = f"{'' if is_apart else 'rendezvous and '}the script's own preparation"
+    named = {own if name == "preparation" else name: value for name, value in took.items()}
+    parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in named.items())
+    evidence, is_explained = [f"{share:.0%} of the run", parts], contended(facts)
+    if is_explained:
+        evidence.append("other processes had the CPUs: all that the start does took longer")
     found = find(
         facts,
         "slow-start",
         share,
-        f"slow start: {seconds_text(seconds)} before the first step, most of it {longest}",
-        [f"{share:.0%} of the run", parts],
-        changes,
-        saves=share,
+        f"slow start: {seconds_text(seconds)} before the first step, most of it "
+        f"{max(named, key=lambda name: named[name])}",
+        evidence,
+        [] if is_explained else _faster_start(facts, longest, is_apart=is_apart),
+        saves=None if is_explained else share,
     )
     return found or text
+
+
+def _faster_start(facts: Facts, longest: str, *, is_apart: bool) -> list[Change]:
+    changes = [Change(_ADVICE[longest])]
+    if longest == "rendezvous" and facts.node_count > 1:
+        changes.insert(0, Change(_NETWORK))
+    if longest == "preparation" and not is_apart:
+        changes.append(Change(_APART))
+    return changes
 
 
 def slow_saving(facts: Facts) -> Finding | str | None:

@@ -522,6 +522,47 @@ def test_where_the_time_went() -> None:
     assert diagnose(facts(phases={})).time == ""
 
 
+def start(took: dict[str, float], **more: Any) -> Facts:
+    """A run that took that long until its first step, and trained for an hour."""
+    phases = {**took, "training": 3400.0}
+    return facts(phases=phases, elapsed_seconds=sum(phases.values()), **more)
+
+
+@pytest.mark.parametrize(
+    ("took", "nodes", "verdict", "advice"),
+    [
+        ({"rendezvous": 9.0, "preparation": 900.0}, 2, "the script's own preparation", "data, mod"),
+        ({"preparation": 900.0}, 1, "rendezvous and the script's own preparation", "data, model"),
+        ({"preparation": 900.0}, 2, "rendezvous and the script's own preparation", "data, model"),
+        ({"rendezvous": 900.0, "preparation": 9.0}, 1, "rendezvous", "the first waits for the"),
+        ({"rendezvous": 900.0, "preparation": 9.0}, 2, "rendezvous", "NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_the_network_is_suspected_only_for_a_long_rendezvous_of_several_nodes(
+    took: dict[str, float], nodes: int, verdict: str, advice: str
+) -> None:
+    """What a script prepares after it is its own work; without its end nobody knows the parts."""
+    (found,) = diagnose(start(took, node_count=nodes)).findings
+    assert found.verdict.endswith(f" before the first step, most of it {verdict}")
+    changes = " ".join(change.text for change in found.changes)
+    assert advice in changes
+    assert ("NCCL" in changes) == (nodes > 1 and "IFNAME" in advice)
+    assert ('event("preparation")' in changes) == ("rendezvous" not in took)
+    alone = start(took, node_count=1, world_size=1, ranks=ranks()[:1])
+    assert "rendezvous and" not in text(diagnose(alone))
+
+
+def test_a_start_without_cpus_is_not_to_be_changed() -> None:
+    """What other processes took the CPUs for is their doing: no container image helps."""
+    lacking = ranks(cpu_wait_seconds=1200.0, **ALONE)
+    found = {one.kind: one for one in diagnose(start({"launch": 900.0}, ranks=lacking)).findings}
+    assert [*found] == ["cpu-contention", "slow-start"]
+    assert any("other processes had the CPUs" in line for line in found["slow-start"].evidence)
+    assert not found["slow-start"].changes
+    calm = diagnose(start({"launch": 900.0})).findings
+    assert "container image" in calm[0].changes[0].text
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
