@@ -38,7 +38,7 @@ class Made:
 class Chosen:
     """The changes that are made, and advice that hpml cannot follow by itself."""
 
-    made: Sequence[Made] = ()  # the changes, that of the most expensive finding first
+    made: Sequence[Made] = ()  # the changes, in the order of the findings
     # The findings of which no change is made: each with what to do instead
     left: Sequence[str] = ()
 
@@ -71,7 +71,7 @@ def choose_changes(diagnosis: Diagnosis) -> Chosen:
             except InputError as error:
                 reasons.append(f"{change.text}: {error.message}")
                 continue
-            # Findings are in order of cost, so the more expensive one keeps the field. Two changes
+            # The finding that is worth more comes first and keeps the field. Two changes
             # of one field would make it impossible to say which of them helped.
             taken = next((one for one in made if _overlap(one.fields, fields)), None)
             if taken is not None:

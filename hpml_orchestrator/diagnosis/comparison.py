@@ -10,6 +10,7 @@ from hpml_orchestrator.diagnosis import comparable, parts
 from hpml_orchestrator.diagnosis.comparable import only_words, value_text
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
 from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged
+from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
 from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import printable
@@ -34,7 +35,6 @@ _OF_USE = frozenset(
     "slow-storage tensor-cores-idle launch-bound cpu-bound throttled faulty-gpu memory-pressure "
     "gpu-unused cpus-unused memory-over-asked".split()
 )
-_OF_REQUEST = frozenset(("cpus-unused", "memory-over-asked", "time-over-asked"))
 _SILENT = frozenset(("cpu-bound", "faulty-gpu", "memory-over-asked", "time-over-asked"))
 """Kinds that have no sentence if all is well."""
 
@@ -186,7 +186,7 @@ def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
         sources += ["gpu-unused", "cpus-unused"]
     if found := next((source for source in sources if source in needs), ""):
         return needs[found]
-    if kind in _OF_REQUEST and not is_judged(facts):
+    if kind in OVER_ASKED and not is_judged(facts):
         return "it was shorter than 10 minutes, or had whole nodes"
     return "" if kind in _SILENT else "it has no figures for it, or another finding explains them"
 

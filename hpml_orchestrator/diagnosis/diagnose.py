@@ -1,4 +1,4 @@
-"""From facts to findings: the most expensive first, then those without enough data."""
+"""From facts to findings: the one worth most first, then those without enough data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
-from hpml_orchestrator.diagnosis.shares import is_judged, shares, step_seconds, steps_known
+from hpml_orchestrator.diagnosis.shares import hours, is_judged, shares, step_seconds, steps_known
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
+    OVER_ASKED,
     SHORT_SECONDS,
     TOO_SHORT_SECONDS,
 )
@@ -48,6 +49,15 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
 )
 """Each returns a finding, a sentence with figures if nothing is wrong, or None without data."""
 
+_GUESS = 0.5  # what a cost counts of which no figure shows that the change saves it
+_ONCE = 0.25  # what is paid once loses its share in a longer training
+_SURE = {
+    "slow-start": _ONCE,
+    "slow-staging": _ONCE,
+    "memory-pressure": 1.0,  # what these two cost is counted: the run was lost
+    "faulty-gpu": 1.0,
+    **dict.fromkeys(OVER_ASKED, 0.0),  # slows nobody down
+}
 _RANKS_RUN = ("running", "rendezvous", "preparation", "warm-up", "training")
 
 
@@ -58,8 +68,8 @@ def diagnose(facts: Facts) -> Diagnosis:
     # Free GPU memory slows nothing down, so it must not become the headline of a healthy run.
     notes = [one for one in found if one.kind == "memory-headroom"]
     found = [one for one in found if one.kind != "memory-headroom"]
-    # the sort is stable: of equal costs, the critical ones come first, in the order above
-    found.sort(key=lambda one: (-(one.gain_hours or 0.0), one.level != "critical"))
+    # the sort is stable: of equal worth, the critical ones come first, in the order above
+    found.sort(key=lambda one: (-_worth(facts, one), one.level != "critical"))
     return Diagnosis(
         facts,
         tuple(found),
@@ -73,6 +83,13 @@ def diagnose(facts: Facts) -> Diagnosis:
             if result is not None
         ),
     )
+
+
+def _worth(facts: Facts, one: Finding) -> float:
+    """Return the share of the run that a finding's change saves, times how sure that is."""
+    cost, whole = one.gain_hours or 0.0, hours(facts)
+    share = one.gain if one.gain is not None else cost / whole if whole else 0.0
+    return share * _SURE.get(one.kind, _GUESS if one.gain is None else 1.0)
 
 
 def _unknown(facts: Facts) -> Iterator[Finding]:

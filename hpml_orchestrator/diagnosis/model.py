@@ -32,6 +32,7 @@ class RankFacts:
     cpu_seconds: float | None = None  # CPU time of its process and of its loaders
     helper_cpu_seconds: float | None = None  # the same without the thread that trains
     save_seconds: float | None = None
+    saves: int | None = None  # checkpoints that it reported
     evaluation_seconds: float | None = None
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all
     slowest_steps: float | None = None  # those of them in which it waited least
@@ -196,10 +197,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of one run: the ones that cost most first, then the unknown."""
+    """The findings of one run: the ones worth most first, then the unknown."""
 
     facts: Facts
-    findings: Sequence[Finding] = ()  # of level critical and warning, by gain in hours
+    findings: Sequence[Finding] = ()  # of level critical and warning, see `diagnose`
     unknown: Sequence[Finding] = ()
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
     notes: Sequence[Finding] = ()  # of level note: what could be used better

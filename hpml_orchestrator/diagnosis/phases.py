@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.balance import contended
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
 _LEAST = 0.005
+_SAVING = 0.05  # share of the training that checkpoints may take
 _STARTING = ("start-up", "launch", "rendezvous", "preparation", "warm-up")
 _ADVICE = {
     "start-up": "do less in `environment.setup`, and load fewer modules",
@@ -99,12 +101,28 @@ def _faster_start(facts: Facts, longest: str, *, is_apart: bool) -> list[Change]
 
 def slow_saving(facts: Facts) -> Finding | str | None:
     """Return whether checkpoints take a large part of the training."""
+    # Not to the node's disk: the next attempt begins with an empty one.
     changes = [
-        Change("save less often"),
-        Change("write to the node's disk (`{local.dir}`) and bring it back with `collect`"),
+        Change(f"save less often{_rarer(facts)}"),
         Change("save in the background (`torch.distributed.checkpoint.async_save`)"),
     ]
+    if sum(bool(rank.saves) for rank in facts.ranks) > 1:
+        changes.append(Change("let fewer ranks save: one for each copy of the weights"))
     return _beside(facts, "slow-saving", "save_seconds", "checkpoints", changes)
+
+
+def _rarer(facts: Facts) -> str:
+    """Return how often to save instead, in words; empty if nobody reported the checkpoints."""
+    seconds, saves, steps = (
+        max((getattr(rank, name) or 0.0 for rank in facts.ranks), default=0.0)
+        for name in ("save_seconds", "saves", "steps")
+    )
+    between = facts.phases.get("training", 0.0) - seconds
+    if not saves or not steps or between <= 0:
+        return ""
+    each = seconds / saves
+    every = math.ceil(each * (1 / _SAVING - 1) * steps / between)
+    return f": every {every} steps ({seconds_text(each / _SAVING)}) takes {_SAVING:.0%}"
 
 
 def slow_evaluation(facts: Facts) -> Finding | str | None:

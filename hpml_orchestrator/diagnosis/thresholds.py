@@ -22,6 +22,8 @@ CAUSE_SHARE = 0.8
 """Share of a delay that a second figure must explain to be named as its cause (TraceML)."""
 BANDWIDTH_SHARE = 0.8
 """From this share of the measured peak on, storage or a link is at its limit (ClusterCockpit)."""
+OVER_ASKED = ("cpus-unused", "memory-over-asked", "time-over-asked")
+"""Kinds of findings about what a job asks for and does not use."""
 
 
 @dataclass(frozen=True)

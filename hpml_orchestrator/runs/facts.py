@@ -164,11 +164,12 @@ def _ranks(summary: Summary) -> list[RankFacts]:
     if "sampled" in str(summary.last_step.get("comm_method")):
         # older copies of hpml_waits.py do not count how many steps they measured
         counters = {number: {"measured_steps": 0.0, **rank} for number, rank in counters.items()}
+    saves = summary.timeline.saves if summary.timeline else {}
     ranks = []
     for number in sorted({*places, *counters}):
         counted = counters.get(number, {})
         known: dict[str, Any] = {name: counted[name] for name in _COUNTERS if name in counted}
-        rank = RankFacts(number, **known)
+        rank = RankFacts(number, saves=len(saves.get(number, ())) or None, **known)
         if place := places.get(number):
             rank = replace(
                 rank,

@@ -564,6 +564,56 @@ def test_a_start_without_cpus_is_not_to_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "order"),
+    [
+        (
+            start({"launch": 5000.0}, ranks=ranks(evaluation_seconds=1632.0)),
+            ["slow-evaluation", "slow-start"],
+        ),
+        (
+            start({"launch": 9000.0}, ranks=ranks(save_seconds=400.0)),
+            ["slow-start", "slow-saving"],
+        ),
+        (
+            facts(ranks=ranks(data_wait_seconds=900.0, save_seconds=800.0)),
+            ["slow-saving", "waits-for-data"],
+        ),
+        (
+            without_gpus(
+                nodes=[node(one, gpus=(), mean_cpus=0.5, gpus_allocated=None) for one in (0, 1)],
+                ranks=[replace(one, save_seconds=800.0) for one in without_gpus().ranks],
+            ),
+            ["slow-saving", "cpus-unused"],
+        ),
+    ],
+    ids=["a start is paid once", "a very long start", "a guess counts less", "over-asked"],
+)
+def test_findings_are_in_the_order_of_what_a_change_is_worth(told: Facts, order: list[str]) -> None:
+    """The share of the run that it saves, times how sure that is."""
+    assert [one.kind for one in diagnose(told).findings] == order
+
+
+@pytest.mark.parametrize(
+    ("saving", "first", "others"),
+    [
+        ((8, None, None, None), "every 731 steps (33:20) takes 5%", 1),
+        ((8, 8, 8, 8), "every 731 steps (33:20) takes 5%", 2),
+        ((None, None, None, None), "save less often", 1),
+    ],
+)
+def test_checkpoints_are_saved_where_the_next_attempt_finds_them(
+    saving: tuple[int | None, ...], first: str, others: int
+) -> None:
+    """Less often, in the background, by fewer ranks; never to a node's own disk."""
+    saved = [replace(one, saves=count) for one, count in zip(ranks(), saving, strict=True)]
+    told = facts(ranks=[replace(one, save_seconds=800.0) for one in saved])
+    (found,) = diagnose(told).findings
+    assert found.changes[0].text.endswith(first)
+    assert len(found.changes) == 1 + others
+    assert not re.search("local.dir|collect", " ".join(change.text for change in found.changes))
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"data_wait_seconds": 930.0}, "it waits for data"),

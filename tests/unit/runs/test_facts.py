@@ -70,7 +70,10 @@ def test_a_run_that_goes_on(world: World) -> None:
     """The counters since the warm-up, the time so far, and the request."""
     submission, attempt = trained(world)
     write_json(attempt / "nodes" / "n1.monitor.json", MONITORED)
+    for step in (40, 80):
+        world.event(attempt, "checkpoint", 0, step=step)
     facts = gather(world.state(submission), now=world.clock.now)
+    assert [rank.saves for rank in facts.ranks] == [2, None]
     assert (facts.state, facts.over, facts.elapsed_seconds) == ("RUNNING", False, 110)
     assert (facts.limit_seconds, facts.world_size, facts.core_count) == (600, 2, 2)
     for number, rank in enumerate(facts.ranks):
