@@ -3,13 +3,14 @@
 The rules: a figure that is more than 5 % below the median of its siblings, or of the node's own
 history, is an outlier, but only if that distance is larger than the figure's own scatter and than
 that of what it is compared with. A figure below half of the GPU's specification is one as well.
+Nothing is compared with uncertain figures, nor with runs of which most figures are uncertain.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpml_orchestrator.bench.results import Measurement, Rate
 from hpml_orchestrator.diagnosis.devices import specification
@@ -26,6 +27,7 @@ BUSY = 0.1
 _OVERLOADED = 0.5  # share of the CPUs: less time is left than the time limits of parts allow for
 _OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
 _FEW = 3  # values: too few to leave out the extremes
+_LEAST_RUNS = 3  # the median of fewer is one of the extremes, which may be a lucky run
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ def compare(
 ) -> list[FigureComparison]:
     """Return each figure of each node with its specification, own history and siblings."""
     runs = {made.run for made in measured}
-    earlier = [made for made in stored if made.run not in runs]
+    earlier = [_certain(made) for made in stored if made.run not in runs]
     # Each sibling counts once, with its newest result; a node that is measured often would
     # otherwise be the median.
-    newest = {made.node: made for made in [*earlier, *measured]}
+    newest = {made.node: made for made in [*earlier, *map(_certain, measured)]}
     found = []
     for made in measured:
         siblings = [other for other in newest.values() if other.node != made.node]
@@ -122,10 +124,20 @@ def compare(
                 *_history(made, name, history),
                 *_specification(made, name),
             ]
-            uncertain = figure.spread > UNCERTAIN or (made.load > BUSY and _of_cpus(made, name))
+            uncertain = _is_uncertain(made, name)
             outlier = "" if uncertain else _below(figure, references)
             found.append(FigureComparison(made.node, name, figure, references, outlier, uncertain))
     return found
+
+
+def _is_uncertain(made: Measurement, name: str) -> bool:
+    return made.figures[name].spread > UNCERTAIN or (made.load > BUSY and _of_cpus(made, name))
+
+
+def _certain(made: Measurement) -> Measurement:
+    """Return a measurement with the figures that others may be compared with."""
+    kept = {n: one for n, one in made.figures.items() if not _is_uncertain(made, n)}
+    return replace(made, figures=kept if 2 * len(kept) >= len(made.figures) else {})
 
 
 def _below(figure: Rate, references: Sequence[Reference]) -> str:
@@ -196,7 +208,7 @@ def _history(made: Measurement, name: str, earlier: Sequence[Measurement]) -> It
             continue  # it was replaced
         if other.type == made.type and _same_conditions(made, other, name):
             values.append(figure.value)
-    if values:
+    if len(values) >= _LEAST_RUNS:
         yield _reference("history", values)
 
 

@@ -65,6 +65,13 @@ def node(
 
 FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
 
+OTHERS = {"cpu.memory": Rate(5, UNIT), "cpu.matmul.float32": Rate(5, UNIT)}
+
+
+def earlier(name: str, *, runs: int = 3, **figures: Any) -> list[Measurement]:
+    """Return equal measurements of earlier runs."""
+    return [node(name, f"r{day}", at=day, **figures) for day in range(runs)]
+
 
 @pytest.mark.parametrize(
     ("measured", "stored", "named"),
@@ -86,6 +93,27 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
             [],
             id="its history scatters more than that",
         ),
+        pytest.param(
+            [node("a", disk_read=90)], earlier("a", runs=2, disk_read=145), [], id="no median yet"
+        ),
+        pytest.param(
+            [node("a", disk_read=90)], earlier("a", disk_read=145, spread=0.2), [], id="lucky runs"
+        ),
+        pytest.param(
+            [node("a", disk_read=90)],
+            [
+                replace(one, load=0.9, figures={**one.figures, **OTHERS})
+                for one in earlier("a", disk_read=145)
+            ],
+            [],
+            id="runs of which most could not be judged",
+        ),
+        pytest.param(
+            [node("a", disk_read=90)],
+            [node("b", "r1", disk_read=145, spread=0.2)],
+            [],
+            id="a sibling that scattered",
+        ),
         pytest.param([node("a", disk_read=90)], [node("a", disk_read=200)], [], id="same run"),
         pytest.param(
             [node("a", disk_read=90)], [node("b", "r1", disk_read=100, kind="other")], [], id="type"
@@ -95,13 +123,13 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
         ),
         pytest.param(
             [node("a", cpu__matmul__float32=90)],
-            [node("a", "r1", cpu__matmul__float32=100, torch="2.4")],
+            earlier("a", cpu__matmul__float32=100, torch="2.4"),
             [],
             id="another PyTorch",
         ),
         pytest.param(
             [node("a", disk_read=90)],
-            [node("a", "r1", disk_read=100, torch="2.4")],
+            earlier("a", disk_read=100, torch="2.4"),
             [("a", "history")],
             id="a disk does not use PyTorch",
         ),
@@ -116,7 +144,7 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
         ),
         pytest.param(
             [replace(node("a", cpu__matmul__float32=80, disk_read=80), load=0.3)],
-            [node("a", "r1", cpu__matmul__float32=100, disk_read=100)],
+            earlier("a", cpu__matmul__float32=100, disk_read=100),
             [("a", "history")],
             id="CPUs that others use are not judged, the disk is",
         ),
@@ -165,10 +193,10 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     hung = node("a", missing={"gpu3": Missing("no answer within 45 s", failed=True)})
     bare = node("b", missing={"matmul": Missing("needs PyTorch")}, disk_read=5, shm_read=6)
     bare = replace(bare, load=0.42)
-    earlier = node("b", "r1", disk_read=5, shm_read=6)
-    verdict = judge([hung, bare], [earlier])
+    before = earlier("b", disk_read=5, shm_read=6)
+    verdict = judge([hung, bare], before)
     assert not verdict.normal
-    assert judge([bare], [earlier]).normal
+    assert judge([bare], before).normal
     lines = list(findings([hung, bare], verdict, ["c"]))
     assert [line.split(None, 1) for line in lines] == [
         ["a", "gpu3: no answer within 45 s"],
@@ -213,7 +241,7 @@ def test_a_node_that_scatters_is_not_called_normal() -> None:
         ["2", "of 2 figures are too uncertain to judge"],
     ]
     calm = replace(wild, figures={**wild.figures, "disk.read": Rate(5, UNIT)})
-    assert not judge([calm], [replace(calm, run="r1")]).is_unclear("wild")
+    assert not judge([calm], earlier("wild", disk_read=5)).is_unclear("wild")
 
 
 def test_a_first_run_is_not_called_normal() -> None:
@@ -226,15 +254,15 @@ def test_a_first_run_is_not_called_normal() -> None:
         ["2", "of 2 figures have nothing to be compared with yet"],
     ]
     assert to_json([first], verdict, [], "")["normal"] is False
-    assert not judge([first], [node("a", "r1", disk_read=5)]).is_unclear("a")
+    assert not judge([first], earlier("a", disk_read=5)).is_unclear("a")
 
 
 def test_the_table_shows_the_lowest_and_what_it_is_below() -> None:
     """A row has the median, the lowest value with its place, and the distance from the others."""
     measured = [*FOUR, node("bad", disk_read=90)]
-    verdict = judge(measured, [node("bad", "r1", disk_read=100)])
+    verdict = judge(measured, earlier("bad", disk_read=100))
     assert rows(verdict) == [
-        ("local disk read", "101 B/s", "90 B/s", "bad", "0.5%", "-11.3% of 4", "-10.0% of 1", "")
+        ("local disk read", "101 B/s", "90 B/s", "bad", "0.5%", "-11.3% of 4", "-10.0% of 3", "")
     ]
     assert list(findings(measured, verdict))[-1] == (
         "bad  local disk read 90 B/s, 11% below the median of 4 siblings, 102 B/s"
