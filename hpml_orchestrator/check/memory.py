@@ -1,15 +1,11 @@
 """Will a job fit into memory? Advice for `hpml advise`, and warnings for `hpml check`.
 
-`hpml check` never starts the user's program: it reads stored advice and the record of the last run.
+`hpml check` never starts the user's program: it reads the record of its last run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -18,14 +14,12 @@ from hpml_orchestrator.check.finding import CheckFinding, warning
 from hpml_orchestrator.diagnosis import memory
 from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, TrainingOption
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes
+from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_size_mib
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hpml_orchestrator.check.memory_run import Measured
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.spec.job import Job
@@ -39,6 +33,7 @@ Fitted: without it the advice was 3 % below the peak of nine full runs on a CPU 
 errors of sizes that it was not fitted to are in docs/advise.md."""
 _LAST_RUNS = 20
 _PROGRAM = ("name", "script", "module", "command", "args", "workdir")
+_SIZE = ("ranks_per_node", "gpus", "ranks_per_gpu", "nodes")
 
 
 @dataclass(frozen=True)
@@ -245,121 +240,45 @@ def advise(
 # --- for hpml check
 
 
-def _key(job: Job) -> str:
-    dumped = job.model_dump(mode="json", include={*_PROGRAM[1:], "environment"})
-    return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _path(store: Store, job: Job) -> Path:
-    return store.root / "advice" / f"{_key(job)}.json"
-
-
-def _modified(job: Job) -> float:
-    try:
-        return os.stat(job.script).st_mtime if job.script else 0.0
-    except OSError:
-        return 0.0
-
-
-def save_advice(store: Store, job: Job, advice: Advice) -> None:
-    """Store measured advice for later checks; if the records cannot be written, do nothing."""
-    if advice.how != "measured" or advice.host is None:
-        return
-    record = {
-        "schema_version": 1,
-        "created": time.time(),
-        "script_modified": _modified(job),
-        "per_rank_bytes": advice.host.per_rank(advice.batch),
-        "shared_bytes": advice.host.shared,
-        "gpus": job.resources.gpus,
-        "ranks": job.resources.ranks * job.resources.nodes,
-        "device_fits": advice.device_fits,
-        "device_need_bytes": advice.options[0].need if advice.device is not None else None,
-        "device_room_bytes": advice.room,
-    }
-    with contextlib.suppress(OSError, HpmlError):
-        path = _path(store, job)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, record)
-
-
 def check_memory(job: Job, store: Store) -> list[CheckFinding]:
-    """Return a warning if a run of the same program with the same arguments needs more memory."""
+    """Return a warning if the last run of the same program and arguments needed more memory."""
     with contextlib.suppress(HpmlError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [*_stored(job, store)] or [*_last_run(job, store)]
+        message = _last_run(job, store) if job.resources.memory else ""
+        if message:
+            hint = "ask for more, or see `hpml advise`"
+            shown = human_bytes((job.resources.memory or 0) * MIB)
+            return [warning("memory.last_run", "resources.memory", shown, message, None, hint)]
     return []
 
 
-def _stored(job: Job, store: Store) -> Iterator[CheckFinding]:
-    """Yield a warning if the job in its present form does not fit, by stored advice."""
-    path = _path(store, job)
-    record = read_json(path) if path.is_file() else None
-    # An edited program may need more or less: its old measurement proves nothing.
-    if record is None or record["script_modified"] != _modified(job):
-        return
-    resources = job.resources
-    day = time.strftime("%Y-%m-%d", time.localtime(record["created"]))
-    same_gpus = record["gpus"] == resources.gpus
-    per_rank = (
-        record["per_rank_bytes"] if bool(resources.gpu_count) == (record["gpus"] != "0") else 0
-    )
-    need = resources.ranks * per_rank + record["shared_bytes"] * bool(per_rank)
-    if resources.memory and need > resources.memory * MIB:
-        message = f"one node needs {human_bytes(need)}, as `hpml advise` measured on {day}"
-        mebibytes = -(-int(need * 1.1) // MIB)
-        hint = f"resources.memory: {mebibytes}M, or see `hpml advise`"
-        shown = human_bytes(resources.memory * MIB)
-        yield warning("memory.advice", "resources.memory", shown, message, mebibytes, hint)
-    same = same_gpus and record["ranks"] == resources.ranks * resources.nodes
-    if same and record["device_fits"] is False:
-        need, room = record["device_need_bytes"], record["device_room_bytes"]
-        message = f"each GPU needs {human_bytes(need)} and has room for {human_bytes(room)}, as "
-        message += f"`hpml advise` found on {day}"
-        hint = "`hpml advise` lists the ways to make it fit"
-        yield warning("memory.device", "resources.gpus", resources.gpus, message, None, hint)
-
-
-def _last_run(job: Job, store: Store) -> Iterator[CheckFinding]:
-    """Yield a warning if the newest run of the same program was out of memory, or nearly."""
-    if not job.resources.memory:
-        return
-    dumped = job.model_dump(mode="json")
+def _last_run(job: Job, store: Store) -> str:
+    """Return what is wrong with `resources.memory`, by the newest run of the same program."""
+    dumped, now = job.model_dump(mode="json"), memory_mebibytes(job) * MIB
     names = (one for one in store.submissions() if one.sid.startswith(f"{job.name}-"))
     for submission, _ in zip(names, range(_LAST_RUNS), strict=False):
         record = submission.record()["job"]
         runs = submission.runs()
         attempt = store.run(runs[0][1]).newest() if len(runs) == 1 else None
-        ended = attempt.ended if attempt is not None else None
         if (
             attempt is None
-            or ended is None
+            or attempt.ended is None
             or any({**record}[one] != dumped[one] for one in _PROGRAM)
         ):
             continue
         before = record["resources"]
-        ranks = before["ranks_per_node"], before["gpus"], before["ranks_per_gpu"], before["nodes"]
-        now = job.resources
-        if (now.ranks_per_node, now.gpus, now.ranks_per_gpu, now.nodes) != ranks:
-            return
-        asked = parse_size_mib(before["memory"] or 0)
-        # More memory than before may be enough, so the old end is no reason to warn.
-        if not asked or now.memory is None or now.memory > asked:
-            return
+        if any({**before}[one] != dumped["resources"][one] for one in _SIZE):
+            return ""
         used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
-        limit = used.figures.get("memory_limit_bytes", 0.0) if used else 0.0
-        if ended.get("state") == "OUT_OF_MEMORY":
-            message = f"its last run, {submission.sid}, ran out of memory with no less than this"
-        elif limit and peak >= _NEAR_LIMIT * limit:
-            message = (
-                f"its last run, {submission.sid}, used {100 * peak / limit:.0f} % of its memory"
-            )
-        else:
-            return
-        hint = "ask for more, or see `hpml advise`"
-        shown = human_bytes(now.memory * MIB)
-        yield warning("memory.last_run", "resources.memory", shown, message, None, hint)
-        return
+        # More memory than before may be enough, so the old end is no reason to warn.
+        enough = (job.resources.memory or 0) > parse_size_mib(before["memory"] or 0)
+        if attempt.ended.get("state") == "OUT_OF_MEMORY" and not enough:
+            return f"its last run, {submission.sid}, ran out of memory with no less than this"
+        if peak >= _NEAR_LIMIT * now:
+            share = f"{human_bytes(peak)}, {100 * peak / now:.0f} % of this"
+            return f"its last run, {submission.sid}, used {share}"
+        return ""
+    return ""
 
 
 def gpu_memory(job: Job, site: Site | None = None) -> tuple[float, str] | None:

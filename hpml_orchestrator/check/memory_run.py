@@ -1,4 +1,7 @@
-"""Run a job's program under `memory_probe.py` for a few steps, in a scratch directory."""
+"""Run a job's program for a few steps under `memory_probe.py`.
+
+It runs in its working directory, as in the job; `{run.dir}` and the like are scratch directories.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +9,52 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
-import signal
-import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
+from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.process import live_processes
-from hpml_orchestrator.records.texts import human_bytes, printable, seconds_text
+from hpml_orchestrator.records.texts import human_bytes, printable
+from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.local.processes import identity, kill_until_gone
+from hpml_orchestrator.script.render import render_environment
 from hpml_orchestrator.script.template import variable, word
 from hpml_orchestrator.staging.request import kind_at
+from hpml_orchestrator.staging.space import memory_headroom
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.data import Stage
     from hpml_orchestrator.spec.job import Job
 
 Figures: TypeAlias = Mapping[str, Any]
 """What a probe measured at one size of the batch, see `memory_probe.py`."""
 
-STEPS, MOST_STEPS = 4, 20
-"""Optimizer steps of each run; it ends between them, when the memory no longer grows."""
-_SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
-_FORMULAS = "hpml advise JOB_FILE --model 7B"
 _PROBE = Path(__file__).with_name("memory_probe.py")
+_SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
+_SHARE_OF_FREE = 0.8  # of the free memory, before a run is ended
 _POLL_SECONDS = 0.1
-_SHARE_OF_FREE = 0.8  # of the free memory of this machine, before a run is ended
-_MOST_ENTRIES = 2000  # of the working directory that are mirrored one by one
-_PYTHONS = ("python", "python3")
-_ELSEWHERE = ("SLURM_", "HPML_", "PMI", "PMIX_", "OMPI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_KILL_SECONDS = 5.0
+_FORMULAS = "advice by formulas: hpml advise JOB_FILE --model 7B"
+_QUIET_PYTHON = ("-u", "-B", "-O", "-s", "-E")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 _RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # any free one: a training here may use the default
+    "WANDB_MODE": "disabled",
+    "SLURM_JOB_ID": "0",
 }
-"""What torchrun sets for a single rank."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A Python program of a job: a script, or a module as of `python -m`."""
-
-    script: str
-    module: str
-    args: Sequence[str]
-    python: str
-    field: str  # of the job file that names it
-
-    @property
-    def name(self) -> str:
-        """What people call it."""
-        return os.path.basename(self.script) or self.module
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -89,359 +79,175 @@ class Measured:
         return self.figures[max(self.figures)]
 
 
-def program_of(job: Job) -> Program:
-    """Return the Python program of a job.
+def command_of(job: Job) -> list[str]:
+    """Return a job's Python, then its script, or `-m` and its module, then the arguments.
 
     Raises:
         InputError: it does not exist, or no Python program can be found in `command`.
     """
-    python, hint = job.environment.python, f"advice by formulas: {_FORMULAS}"
     if job.environment.container is not None:
         message = "the program runs in a container, which hpml advise does not start"
-        raise InputError(message, field="environment.container", hint=hint)
-    if job.script is not None:
-        return Program(_existing(job.script, "script"), "", job.args, python, "script")
-    if job.module is not None:
-        return Program("", job.module, job.args, python, "module")
-    command = [*(job.command or ())]
-    first = os.path.basename(command[0])
-    if first in _PYTHONS or first.startswith("python3."):
-        rest = [*command[1:], *job.args]
-        while rest and rest[0] in ("-u", "-B", "-O", "-s", "-E"):
-            rest = rest[1:]
-        if rest[:1] == ["-m"] and len(rest) > 1:
-            return Program("", rest[1], rest[2:], command[0], "command")
-        if rest and not rest[0].startswith("-"):
-            path = os.path.normpath(os.path.join(job.workdir, rest[0]))
-            return Program(_existing(path, "command"), "", rest[1:], command[0], "command")
-    shown = " ".join(command)
-    message = "is not a Python program that can be measured"
-    raise InputError(message, field="command", value=shown, hint=hint)
+        raise InputError(message, field="environment.container", hint=_FORMULAS)
+    if job.command is None:
+        named = ["-m", job.module] if job.module else [job.script]
+        python, rest = job.environment.python, [*map(str, named)]
+    else:
+        python, *rest = job.command
+        rest = [*itertools.dropwhile(_QUIET_PYTHON.__contains__, rest)]
+        is_python = re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(python))
+        if not is_python or not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+            shown, message = shlex.join(job.command), "is not a Python program that can be measured"
+            raise InputError(message, field="command", value=shown, hint=_FORMULAS)
+    if rest[0] != "-m":
+        rest[0] = os.path.normpath(os.path.join(job.workdir, rest[0]))
+        if not os.path.isfile(rest[0]):
+            field = "script" if job.script else "command"
+            raise InputError("is not a file", field=field, value=rest[0])
+    return [python, *rest, *job.args]
 
 
-def _existing(path: str, place: str) -> str:
-    if not os.path.isfile(path):
-        reason = "is not a file" if os.path.exists(path) else "does not exist"
-        raise InputError(reason, field=place, value=path)
-    return path
-
-
-def measure(
-    job: Job,
-    program: Program,
-    *,
-    batches: Sequence[int] = (),
-    with_batch: Callable[[Sequence[str], int], Sequence[str]] | None = None,
-    limit_seconds: float = 120.0,
-    environment: Mapping[str, str],
-) -> Measured:
-    """Run a program for a few steps and return what it used.
+def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: float) -> Measured:
+    """Run a program for a few steps at one or two batch sizes and return what it used.
 
     Args:
         job: the complete job, for its environment and staged data.
-        program: what to run.
-        batches: one or two batch sizes of a rank; a larger second one is halved, as often as the
-            first run's time and memory require it.
-        with_batch: returns the arguments with a batch size set; None: it cannot be set.
+        commands: see `command_of`, by the batch of a rank. The first is run, and then the next one
+            for which time and memory suffice.
         limit_seconds: for all runs together.
-        environment: of this process.
 
     Raises:
         JobFailedError: the program fails, makes no step, or takes too long.
         InputError: it needs data that would be unpacked or does not exist.
     """
-    started = time.monotonic()
-    deadline = started + limit_seconds
+    began, spent = time.monotonic(), 0.0
     figures: dict[int, Figures] = {}
     workers: dict[int, float] = {}
     notes: list[str] = []
-    sizes = [*batches] if with_batch else []
-    for number, size in enumerate(sizes or [0]):
-        chosen = size
-        if number:
-            spent = time.monotonic() - started
-            first = figures[sizes[0]]
-            peak = float(first["peak_bytes"])
-            stepping = float(first.get("stepping_seconds", spent))
-            while chosen > sizes[0] and (
-                spent + stepping * (chosen / sizes[0] - 1) > deadline - time.monotonic()
-                or peak * chosen / sizes[0] > _SHARE_OF_FREE * _free_bytes()
-            ):
-                chosen //= 2
-            if chosen <= sizes[0]:
-                chosen = max(1, sizes[0] // 2)
-            if chosen in figures:
-                break
-        words = with_batch(program.args, chosen) if with_batch and chosen else program.args
-        run = _Run(job, program, words, environment, limit_seconds)
+    for batch, command in commands.items():
+        left = began + limit_seconds - time.monotonic()
+        if figures:
+            (smaller, first), *others = figures.items()
+            spent = spent or limit_seconds - left
+            needed = spent + first["stepping_seconds"] * (batch / smaller - 1)
+            peak = first["peak_bytes"] * batch / smaller
+            if others or needed > left or peak > _SHARE_OF_FREE * _free_bytes():
+                continue
         try:
-            figures[chosen], workers[chosen] = run.result(deadline)
-        except HpmlError as fault:
-            if not number:
+            figures[batch], workers[batch] = _run(job, command, limit_seconds, left)
+        except JobFailedError as fault:
+            if not figures:
                 raise
-            notes.append(f"a run at batch {chosen} was not possible: {fault}")
-    if any(one.get("refused") for one in figures.values()):
-        path = next(one["refused"][0] for one in figures.values() if one.get("refused"))
-        notes.append(f"the program was not allowed to write to {path}")
-    return Measured(figures, workers, time.monotonic() - started, notes)
+            notes.append(f"a run at batch {batch} was not possible: {fault}")
+    return Measured(figures, workers, time.monotonic() - began, notes)
 
 
 def _free_bytes() -> float:
-    with open("/proc/meminfo", encoding="ascii") as stream:
-        lines = dict(line.split(":", 1) for line in stream)
-    return float(lines["MemAvailable"].split()[0]) * 1024
+    free = memory_headroom()
+    return float("inf") if free is None else free.bytes
 
 
-@dataclass
-class _Run:
-    """One run of a program under the probe."""
-
-    job: Job
-    program: Program
-    words: Sequence[str]
-    environment: Mapping[str, str]
-    limit: float
-    saved: bool = True
-    workers: float = field(default=0.0, init=False)
-
-    def result(self, deadline: float) -> tuple[Figures, float]:
-        """Return the probe's figures, and the most that child processes used.
-
-        Raises:
-            JobFailedError: the program did not make two steps.
-        """
-        with tempfile.TemporaryDirectory(prefix="hpml-advise-") as name:
-            scratch = Path(os.path.realpath(name))
-            status, output = self._start(scratch, deadline)
-            try:
-                figures = json.loads((scratch / "figures.json").read_text("utf-8"))
-            except (OSError, ValueError):
-                figures = {"end": "failed" if status is not None else "killed", "steps": 0}
-        if self.saved and figures["end"] == "failed" and "hook" in figures.get("error", "").lower():
-            # torch.func and some compilers refuse hooks of saved tensors
-            self.saved = False
-            return self.result(deadline)
-        enough = figures["steps"] >= 2 and "optimizer" in figures  # noqa: PLR2004
-        if not enough:
-            raise self._fault(figures, status, output)
-        return figures, self.workers
-
-    def _fault(self, figures: Figures, status: int | str | None, output: str) -> JobFailedError:
-        """Return the error for a run without two steps, with the program's own message if any."""
-        name, steps, end = self.program.name, figures["steps"], figures["end"]
-        hint = f"advice by formulas: {_FORMULAS}"
-        lines = [printable(line) for line in output.splitlines() if line.strip()]
-        if end == "no-torch":
-            return JobFailedError(
-                f"the program's Python has no usable PyTorch ({figures['error']}): "
-                f"{self.program.python}",
-                hint="check environment.venv, conda, modules and python of the job file; " + hint,
-            )
-        if isinstance(status, str):  # why hpml ended it
-            return JobFailedError(f"{name} was ended: {status}", hint=hint)
-        if status is None:
-            message = f"{name} made {counted(steps, 'optimizer step')} of {STEPS}"
-            hint = f"give it more time: --time-limit {round(self.limit) * 2}; or {hint}"
-            return JobFailedError(f"{message} in {seconds_text(self.limit)}", hint=hint)
-        refused = figures.get("refused") or []
-        if end == "failed" and refused and refused[0] in figures.get("error", ""):
-            hint = "write below {run.dir}, or below the working directory; " + hint
-            message = f"{name} writes to {refused[0]} before its second step, which hpml advise "
-            return JobFailedError(message + "does not allow", hint=hint)
-        if end == "ended":
-            what = (
-                "ended after one step of a PyTorch optimizer"
-                if steps
-                else ("ended without a step of a PyTorch optimizer")
-            )
-            if not figures.get("before_bytes") and not steps:
-                what = "ended and used no PyTorch model"
-            return JobFailedError(f"{name} {what}", hint=hint)
-        error = figures.get("error") or (lines[-1] if lines else f"exit status {status}")
-        return JobFailedError(f"{name} failed after {counted(steps, 'step')}: {error}", hint=hint)
-
-    def _start(self, scratch: Path, deadline: float) -> tuple[int | str | None, str]:
-        """Run the program; return its exit status (None: too slow, a text: why) and its output."""
-        work = scratch / "work"
-        mirror(Path(self.job.workdir), work)
-        for name in ("tmp", "run"):
-            (scratch / name).mkdir()
-        spec = {
-            "script": self.program.script,
-            "module": self.program.module,
-            "steps": STEPS,
-            "most_steps": MOST_STEPS,
-            "seconds": _SHARE_OF_TIME * self.limit,
-            "output": str(scratch / "figures.json"),
-            "scratch": str(scratch),
-            "workdir": self.job.workdir,
-            "saved": self.saved,
-        }
-        (scratch / "spec.json").write_text(json.dumps(spec), "utf-8")
-        (scratch / "start.sh").write_text(self._script(scratch), "utf-8")
-        text = scratch / "output.txt"
-        with text.open("wb") as stream:
+def _run(
+    job: Job, command: Sequence[str], limit: float, left: float, how: str = "hooks"
+) -> tuple[Figures, float]:
+    """Run a program; return the probe's figures, and the most that its child processes used."""
+    deadline = time.monotonic() + left
+    with tempfile.TemporaryDirectory(prefix="hpml-advise-") as name:
+        scratch, target = Path(name), Path(name) / "figures.json"
+        probe = [command[0], _PROBE, target, _SHARE_OF_TIME * limit, how]
+        functions = shlex.quote(str(assets.path("templates/sbatch/hpml-job.sh")))
+        words = " ".join(map(word, [*probe, *command[1:]]))
+        text = f"set -euo pipefail\nsource {functions}\n{render_environment(job)}\nexec {words}\n"
+        (scratch / "start.sh").write_text(text, "utf-8")
+        with (scratch / "output.txt").open("w+b") as output:
             process = subprocess.Popen(
                 ["bash", str(scratch / "start.sh")],
-                cwd=work,
-                env=self._variables(scratch),
+                env=_variables(job, scratch),
                 stdin=subprocess.DEVNULL,
-                stdout=stream,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        status: int | str | None = None
-        try:
-            status = self._watch(process, deadline)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # Workers may have left the process group; the session still holds them.
-            _kill_session(process.pid)
-            process.wait()
-        return status, text.read_text("utf-8", errors="replace")
-
-    def _watch(self, process: subprocess.Popen[bytes], deadline: float) -> int | str | None:
-        most = _SHARE_OF_FREE * _free_bytes()
-        while time.monotonic() < deadline:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_POLL_SECONDS)
-            others = sum(
-                _private_bytes(stat.pid)
-                for stat in live_processes()
-                if stat.session == process.pid and stat.pid != process.pid
-            )
-            # Pages that workers share with the rank become private to them as soon as the rank
-            # gives up its memory, which is before the kernel reports its end. Read the rank last,
-            # and drop the sample if it has none.
-            own = _private_bytes(process.pid)
-            if own:
-                self.workers = max(self.workers, others)
-            if others + own > most:
-                free = human_bytes(most)
-                return f"it took more memory than the {free} that this machine can spare"
-        return None
-
-    def _variables(self, scratch: Path) -> dict[str, str]:
-        inherited = {
-            name: value
-            for name, value in self.environment.items()
-            if not name.startswith(_ELSEWHERE) and name not in _RANK
-        }
-        cores = min(self.job.resources.cpus_per_rank, os.cpu_count() or 1)
-        with socket.socket() as probe:
-            # A free port, so that this run does not meet a training that already uses the default
-            # one.
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        return {
-            **inherited,
-            **_RANK,
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": str(cores),
-            "TMPDIR": str(scratch / "tmp"),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "WANDB_MODE": "disabled",
-            "MPLCONFIGDIR": str(scratch / "tmp"),
-        }
-
-    def _script(self, scratch: Path) -> str:
-        """Return the shell script that loads the job's software and becomes the program."""
-        software, lines = self.job.environment, []
-        for name in ("run", "local", "shm", "checkpoint"):
-            placeholder = f"{name}.dir"
-            (scratch / name).mkdir(exist_ok=True)
-            lines.append(f"export {variable(placeholder)}={shlex.quote(str(scratch / name))}")
-        index = self.job.tasks.indices[0] if self.job.tasks is not None else 0
-        lines.append(f"export SLURM_JOB_ID=0 SLURM_ARRAY_TASK_ID={index}")
-        for stage in self.job.stage:
-            place = shlex.quote(_staged(stage, scratch))
-            lines.append(f"export {variable(f'stage.{stage.name}')}={place}")
-        if software.modules:
-            functions = shlex.quote(str(assets.path("templates/sbatch/hpml-job.sh")))
-            lines += [f"source {functions}", 'source "$(hpml_module_init)"']
-            lines += [f"module load {word(module)} || exit" for module in software.modules]
-        if software.venv:
-            lines.append(f"source {word(software.venv)}/bin/activate || exit")
-        if software.conda:
-            lines += [
-                'source "$("${CONDA_EXE:-conda}" info --base)/etc/profile.d/conda.sh" || exit',
-                f"conda activate {word(software.conda)} || exit",
-            ]
-        if software.setup:
-            lines += ["set -e", software.setup, "set +e"]
-        for name, value in software.variables.items():
-            lines.append(f"export {name}={word(value)}")
-        words = " ".join(word(one) for one in self.words)
-        lines.append(
-            f"exec {word(self.program.python)} {shlex.quote(str(_PROBE))} "
-            f"{shlex.quote(str(scratch / 'spec.json'))} {words}"
-        )
-        return "\n".join(lines) + "\n"
+            try:
+                why, workers = _watch(process, deadline)
+            finally:
+                kill_until_gone(
+                    lambda: map(identity, _session(process.pid)), patience_seconds=_KILL_SECONDS
+                )
+                process.wait()
+            output.seek(0)
+            lines = output.read().decode("utf-8", "replace").split("\n")
+        figures = json.loads(target.read_text("utf-8")) if target.exists() else {"steps": 0}
+    if figures["steps"] > 1:
+        return figures, workers
+    said = [line for line in lines if line.strip()] or [f"exit status {process.returncode}"]
+    last = printable(next(filter(_ERROR.match, reversed(said)), said[-1]))
+    if process.returncode > 0 and how == "hooks" and "hook" in last.lower():
+        # torch.func and some compilers refuse hooks of saved tensors
+        return _run(job, command, limit, deadline - time.monotonic(), "plain")
+    hint = f"--time-limit {round(2 * limit)} gives it more time; {_FORMULAS}"
+    if not why:
+        why, hint = (last, _FORMULAS) if process.returncode else ("two are needed", _FORMULAS)
+        if last.startswith(("ImportError", "ModuleNotFoundError")):
+            hint = f"check environment.venv, conda, modules and python ({command[0]}); {hint}"
+    made = counted(figures["steps"], "optimizer step")
+    raise JobFailedError(f"{name_of(command)} ended after {made}: {why}", hint=hint)
 
 
-def _staged(stage: Stage, scratch: Path) -> str:
-    """Return where the program finds an entry of `stage`: the source itself."""
-    place = f"stage.{stage.name}.source"
-    if os.path.isdir(stage.source):
-        return str(stage.source)
-    if not os.path.isfile(stage.source):
-        raise InputError("does not exist", field=place, value=stage.source)
-    if kind_at(stage.source, stage.kind) != "file":
-        message = "is an archive, which hpml advise does not unpack"
-        raise InputError(message, field=place, value=stage.source)
-    directory = scratch / "stage" / stage.name
-    directory.mkdir(parents=True)
-    (directory / os.path.basename(stage.source)).symlink_to(stage.source)
-    return str(directory)
+def name_of(command: Sequence[str]) -> str:
+    """Return the name of the program's file or module."""
+    return os.path.basename(command[2] if command[1] == "-m" else command[1])
 
 
-def mirror(source: Path, target: Path) -> None:
-    """Make a directory whose files are links to those of another one, nearest to the top first.
-
-    A directory with many entries is one link: the program may read there, and not write.
-    """
-    target.mkdir(parents=True)
-    left = _MOST_ENTRIES
-    waiting = [(source, target)]
-    while waiting:
-        here, there = waiting.pop(0)
-        try:
-            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
-        except OSError:
-            continue
-        left -= len(entries)
-        for entry in entries:
-            place = there / entry.name
-            is_tree = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-            if is_tree and _entries(entry.path, left) < left:
-                place.mkdir()
-                waiting.append((Path(entry.path), place))
-            else:
-                place.symlink_to(entry.path)
+def _watch(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, float]:
+    """Wait for a program; return why it must be ended, and the most that its children used."""
+    most, workers = _SHARE_OF_FREE * _free_bytes(), 0.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
+            return "", workers
+        others = sum(_private_bytes(one) for one in _session(process.pid) if one != process.pid)
+        # Pages that workers share with the rank become private to them as soon as the rank gives up
+        # its memory, which is before the kernel reports its end. Read the rank last, and drop the
+        # sample if it has none.
+        own = _private_bytes(process.pid)
+        workers = max(workers, others) if own else workers
+        if own + others > most:
+            return f"it took more than the {human_bytes(most)} that this machine can spare", workers
+    return "its time is over", workers
 
 
-def _entries(directory: str, most: int) -> int:
-    try:
-        with os.scandir(directory) as found:
-            return sum(1 for _ in itertools.islice(found, max(0, most)))
-    except OSError:
-        return most
+def _session(leader: int) -> list[int]:
+    return [stat.pid for stat in live_processes() if stat.session == leader]
 
 
 def _private_bytes(pid: int) -> float:
     """Return the memory of a process that no other one has; 0 if it is gone."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as stream:
-            lines = [line.split() for line in stream]
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
     except OSError:
         return 0.0
-    return sum(float(line[1]) for line in lines if line[0] == "Private_Dirty:") * 1024
+    return 1024 * float(text.partition("Private_Dirty:")[2].split()[0])
 
 
-def _kill_session(leader: int) -> None:
-    for stat in live_processes():
-        if stat.session == leader:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(stat.pid, signal.SIGKILL)
+def _variables(job: Job, scratch: Path) -> dict[str, str]:
+    """Return the program's environment: the job's, with its own directories in the scratch one."""
+    names = [variable(f"{one}.dir") for one in ("run", "local", "shm", "checkpoint")]
+    places = {name: str(scratch / name) for name in (*names, "TMPDIR", "HPML_ATTEMPT_DIR")}
+    for place in places.values():
+        os.mkdir(place)
+    for stage in job.stage:  # the source itself, or the directory of a file
+        source, field = stage.source, f"stage.{stage.name}.source"
+        if not os.path.exists(source):
+            raise InputError("does not exist", field=field, value=source)
+        if not os.path.isdir(source) and kind_at(source, stage.kind) != "file":
+            message = "is an archive, which hpml advise does not unpack"
+            raise InputError(message, field=field, value=source)
+        place = source if os.path.isdir(source) else os.path.dirname(source)
+        places[variable(f"stage.{stage.name}")] = place
+    return {
+        **job_environment(os.environ, job.environment.inherit),
+        **{name: os.environ[name] for name in _DEVICES if name in os.environ},
+        **_RANK,
+        "SLURM_ARRAY_TASK_ID": str(job.tasks.indices[0] if job.tasks is not None else 0),
+        **places,
+    }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.check.memory import advise as advise_job
-from hpml_orchestrator.check.memory import extension_notes, gpu_memory, needs_of, save_advice
-from hpml_orchestrator.check.memory_run import measure, program_of
+from hpml_orchestrator.check.memory import extension_notes, gpu_memory, needs_of
+from hpml_orchestrator.check.memory_run import command_of, measure, name_of
 from hpml_orchestrator.cli.common import (
     JobFile,
     JsonOption,
@@ -18,7 +18,6 @@ from hpml_orchestrator.cli.common import (
     chosen_site,
     print_json,
     refuse_empty,
-    store_of,
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.diagnosis.memory import GIB, RESERVE, read_model
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.check.memory import Advice
-    from hpml_orchestrator.check.memory_run import Measured, Program
+    from hpml_orchestrator.check.memory_run import Measured
     from hpml_orchestrator.spec.job import Job
 
 _MOST_SECONDS = 3600
@@ -75,7 +74,7 @@ def advise(
 
     Words after `--` are appended to `args` of the job file.
 
-    Runs the program of the job file on this machine for a few steps, in a scratch directory; with
+    Runs the program of the job file on this machine for a few steps, in its working directory; with
     --model it computes by formulas. Exit status: 0 if the job fits or the limit is not known, 1 if
     it does not fit, 2 if the program cannot be measured, 6 if it fails.
     """
@@ -119,8 +118,8 @@ def advise(
         )
         source = f"formulas, for {model}"
     else:
-        program = program_of(job)
-        batch, measured = _measured(job, program, time_limit)
+        command = command_of(job)
+        batch, measured = _measured(job, command, time_limit)
         last = measured.last
         if given is None and "device_bytes" in last:
             device = float(last["device_bytes"]), str(last["device"])
@@ -130,8 +129,7 @@ def advise(
             job, how="measured", batch=batch, host=host, device=need, device_memory=device,
             host_limit=host_limit, notes=notes,
         )  # fmt: skip
-        save_advice(store_of(context), job, advice)
-        source = _source(program, measured)
+        source = _source(name_of(command), measured)
     staged = (memory_mebibytes(job) - (job.resources.memory or 0)) * MIB
     if as_json:
         print_json({"name": job.name, "source": source, "staged_bytes": staged, **advice.to_json()})
@@ -142,36 +140,25 @@ def advise(
         raise typer.Exit(1)
 
 
-def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, Measured]:
-    arguments = batch_argument(ProgramArguments(program.args))
-    environment = dict(os.environ)
-    notice(f"running {program.name} for a few steps in a scratch directory")
-    if arguments is None:
-        measured = measure(job, program, limit_seconds=time_limit, environment=environment)
-        return None, measured
-    name, size, shared = arguments
-    if shared:
-        size = max(1, size // (job.resources.ranks * job.resources.nodes))
-
-    def with_batch(words: Sequence[str], batch: int) -> list[str]:
-        changed = ProgramArguments(words)
-        changed.set(name, str(batch))
-        return changed.words
-
-    sizes = (max(1, size // 2), size) if size > 1 else (1, 2)
-    return size, measure(
-        job,
-        program,
-        batches=sizes,
-        with_batch=with_batch,
-        limit_seconds=time_limit,
-        environment=environment,
-    )
+def _measured(job: Job, command: Sequence[str], time_limit: int) -> tuple[int | None, Measured]:
+    """Return the batch of a rank, None if no argument sets it, and what the program used."""
+    found, commands, size = batch_argument(ProgramArguments(command)), {0: command}, None
+    if found is not None:
+        name, size, shared = found
+        if shared:
+            size = max(1, size // (job.resources.ranks * job.resources.nodes))
+        commands = {}
+        for batch in filter(None, (size // 2, size, size // 4) if size > 1 else (1, 2)):
+            words = ProgramArguments(command)
+            words.set(name, str(batch))
+            commands[batch] = words.words
+    notice(f"running {name_of(command)} for a few steps in {job.workdir}")
+    return size, measure(job, commands, time_limit)
 
 
-def _source(program: Program, measured: Measured) -> str:
+def _source(name: str, measured: Measured) -> str:
     sizes = [str(size) for size in sorted(measured.figures) if size]
-    text = f"{program.name} ran here {measured.last['steps']} steps"
+    text = f"{name} ran here {measured.last['steps']} steps"
     if sizes:
         text += f" at batch {' and '.join(sizes)}"
     where = "its GPU" if "cuda_bytes" in measured.last else "the CPU"

@@ -89,6 +89,34 @@ def render(
     Raises:
         InputError: the job asks for what the site forbids, or the script grows over Slurm's limit.
     """
+    context = _context(job, capabilities, site, snapshot, targets or {})
+    name = f"{job.launcher}.sh.j2"
+    text = template.render_template(name, context, site.site.templates if site else None)
+    size = len(text.encode("utf-8"))
+    if size > MAX_SCRIPT_BYTES:
+        raise InputError(
+            f"the script would have {size} bytes; Slurm takes at most {MAX_SCRIPT_BYTES}",
+            field="args",
+            hint="put long values into a file and pass the file's path",
+        )
+    return text
+
+
+def render_environment(job: Job) -> str:
+    """Return the part of the batch script that loads the software and sets the variables."""
+    base = template.environment().get_template("base.sh.j2")
+    context = base.new_context(_context(job, Capabilities(), None, None, {}))
+    return template.Raw("".join(base.blocks["environment"](context)))
+
+
+def _context(
+    job: Job,
+    capabilities: Capabilities,
+    site: ResolvedSite | None,
+    snapshot: SnapshotPaths | None,
+    targets: Mapping[str, str],
+) -> dict[str, object]:
+    """Return the templates' variables."""
     resources, environment = job.resources, job.environment
     workdir = template.quote(job.workdir) if snapshot is None else _in_code(snapshot.workdir)
     script = _in_code(snapshot.script) if snapshot and snapshot.script else job.script
@@ -106,7 +134,7 @@ def render(
         "agent_argv": agent_argv(job, site),
         "variables": list(environment.variables.items()),
         "needed": _needed_variables(job),
-        "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
+        "stages": [_stage(stage, targets.get(stage.name, "")) for stage in job.stage],
         "bases": bases_of(job),
         "checkpoint": _checkpoint(job, site),
         "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
@@ -121,16 +149,7 @@ def render(
     words = [*command, *environment.variables.values()]
     placeholders = {name for word in words for name in PLACEHOLDER.findall(str(word))}
     context["points"] = any(name.startswith("point.") for name in placeholders)
-    name = f"{job.launcher}.sh.j2"
-    text = template.render_template(name, context, site.site.templates if site else None)
-    size = len(text.encode("utf-8"))
-    if size > MAX_SCRIPT_BYTES:
-        raise InputError(
-            f"the script would have {size} bytes; Slurm takes at most {MAX_SCRIPT_BYTES}",
-            field="args",
-            hint="put long values into a file and pass the file's path",
-        )
-    return text
+    return context
 
 
 def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, object] | None:
