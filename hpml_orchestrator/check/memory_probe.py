@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -47,31 +48,47 @@ class Probe:
 
     def __init__(self, target: str, seconds: float, *, hooks: bool) -> None:
         self.target, self.pid = target, os.getpid()
-        self.began, self.until = time.monotonic(), time.monotonic() + seconds
+        self.until = time.monotonic() + seconds
         self.figures: dict[str, Any] = {"steps": 0, "activations": 0, "batch_bytes": 0}
         self.steps: dict[torch.optim.Optimizer, int] = {}
         self.weights: dict[int, int] = {}  # bytes of parameters and buffers, by storage
         self.saved: dict[int, list[int]] = {}  # storage -> [how often it is saved, bytes]
         self.saved_bytes = 0
         self.peaks: list[int] = []  # after each step
-        register_optimizer_step_post_hook(self.stepped)
-        self.first = torch.nn.modules.module.register_module_forward_pre_hook(self.forward)
+        register_optimizer_step_post_hook(self._stepped)
+        self.first = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
         self.hooks = contextlib.ExitStack()
         if hooks:
             self.hooks.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(
-                    self.pack, lambda one: one.tensor if isinstance(one, _Saved) else one
+                    self._pack, lambda one: one.tensor if isinstance(one, _Saved) else one
                 )
             )
 
-    def forward(self, *_: object) -> None:
+        following, save = _BaseDataLoaderIter.__next__, torch.save
+
+        def next_batch(loader: _BaseDataLoaderIter) -> object:
+            batch = following(loader)
+            with contextlib.suppress(Exception):
+                self._note_batch(loader, batch)
+            return batch
+
+        def end_or_save(*args: Any, **options: Any) -> None:
+            # Two steps suffice, and a real run's checkpoint may lie where this one would go.
+            if self.figures["steps"] > 1:
+                os._exit(0)
+            save(*args, **options)
+
+        setattr(_BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010 - mypy knows it as a method
+        setattr(torch, "save", end_or_save)  # noqa: B010 - as above
+
+    def _forward(self, *_: object) -> None:
         """Record the memory before the first forward pass, with model and data loaded."""
         self.first.remove()
-        self.began = time.monotonic()
-        self.figures["before_bytes"] = memory("VmRSS")
-        self.models()
+        self.figures["before_bytes"] = _memory("VmRSS")
+        self._models()
 
-    def models(self) -> list[torch.nn.Module]:
+    def _models(self) -> list[torch.nn.Module]:
         """Return all modules that exist, and note the storages of their parameters and buffers."""
         models = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
         self.weights.clear()
@@ -83,8 +100,7 @@ class Probe:
                         self.weights[whole.data_ptr()] = whole.nbytes()
         return models
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """Count a tensor that is saved for the backward pass."""
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         try:
             whole = tensor.untyped_storage()
             key = whole.data_ptr()
@@ -101,25 +117,22 @@ class Probe:
             self.figures["activations"] = max(self.figures["activations"], self.saved_bytes)
         return _Saved(self, tensor, key)
 
-    def note_batch(self, loader: Any, batch: object) -> None:
-        """Record the size of a batch, and how many batches the loader prepares ahead."""
-        size = tensor_bytes(batch)
+    def _note_batch(self, loader: Any, batch: object) -> None:
+        size = _tensor_bytes(batch)
         if size > self.figures["batch_bytes"]:
             ahead = loader._num_workers * (getattr(loader, "_prefetch_factor", None) or 2)  # noqa: SLF001
             self.figures.update(batch_bytes=size, ahead=ahead or 1, pins=loader._pin_memory)  # noqa: SLF001
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Record the memory after a step of an optimizer, and end the program after enough."""
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         number = self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if number <= self.figures["steps"]:  # another optimizer of the same step
             return
-        self.figures.update(steps=number, stepping_seconds=time.monotonic() - self.began)
+        self.figures["steps"] = number
         if number == 1:
             self.hooks.close()  # one step suffices; the others run without hooks
-            self.describe()
-        states = [list(state.values()) for one in self.steps for state in one.state.values()]
-        self.figures["optimizer"] = tensor_bytes(states)
-        self.write()
+            self._describe()
+        self.figures["optimizer"] = _tensor_bytes([one.state for one in self.steps])
+        self._write()
         self.peaks.append(self.figures["peak_bytes"])
         # The C library's allocator adapts its thresholds to the largest blocks that it has seen, so
         # that a process grows over its first steps.
@@ -128,29 +141,26 @@ class Probe:
         if number >= _LEAST_STEPS and (settled or over):
             os._exit(0)  # at once, so that the program saves nothing
 
-    def describe(self) -> None:
+    def _describe(self) -> None:
         """Record the size of weights and gradients, and the depth of the model."""
-        models = self.models()
-        kinds: dict[type, int] = {}
-        for kind in (type(model) for model in models if getattr(model, "_modules", None)):
-            if not kind.__module__.startswith("torch.nn.modules") or kind.__name__.endswith(
-                "Layer"
-            ):
-                kinds[kind] = kinds.get(kind, 0) + 1
-        repeated = max(kinds.values(), default=0)
+        models = self._models()
+        # nn.Sequential is no layer; nn.TransformerEncoderLayer and the user's own modules are.
+        kinds = Counter(str(type(one)) for one in models if getattr(one, "_modules", None))
+        blocks = [n for kind, n in kinds.items() if "'torch.nn.mod" not in kind or "Layer'" in kind]
+        repeated = max(blocks, default=0)
         leaves = sum(bool(getattr(model, "_parameters", None)) for model in models)
         groups = [group["params"] for one in self.steps for group in one.param_groups]
         gradients = [one.grad for group in groups for one in group if one.grad is not None]
         self.figures.update(
             weights=sum(self.weights.values()),
-            gradients=sum({one.data_ptr(): tensor_bytes(one) for one in gradients}.values()),
+            gradients=sum({one.data_ptr(): _tensor_bytes(one) for one in gradients}.values()),
             ddp=any(type(one).__name__ == "DistributedDataParallel" for one in models),
             layers=repeated if repeated > 1 else max(1, leaves),
         )
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write the figures, whole or not at all: the program may be killed at any moment."""
-        self.figures.update(peak_bytes=memory("VmHWM"), file_bytes=memory("RssFile"))
+        self.figures.update(peak_bytes=_memory("VmHWM"), file_bytes=_memory("RssFile"))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.figures["cuda_bytes"] = torch.cuda.max_memory_allocated()
             self.figures["device_bytes"] = torch.cuda.mem_get_info()[1]
@@ -160,44 +170,22 @@ class Probe:
         os.replace(f"{self.target}.new", self.target)
 
 
-def tensor_bytes(value: Any) -> int:
-    """Return the bytes of all tensors in nested lists, tuples and mappings."""
+def _tensor_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     value = list(value.values()) if isinstance(value, dict) else value
-    return sum(map(tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(map(_tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def memory(name: str) -> int:
-    """Return a size by its name in /proc/self/status, in bytes; 0 if there is none."""
+def _memory(name: str) -> int:
     with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
         return next((int(one.split()[1]) * 1024 for one in stream if one.startswith(name)), 0)
-
-
-def watch(probe: Probe) -> None:
-    """Let the probe see the batches of all loaders, and the first checkpoint."""
-    following, save = _BaseDataLoaderIter.__next__, torch.save
-
-    def next_batch(loader: _BaseDataLoaderIter) -> object:
-        batch = following(loader)
-        with contextlib.suppress(Exception):
-            probe.note_batch(loader, batch)
-        return batch
-
-    def end_or_save(*args: Any, **options: Any) -> None:
-        # Two steps suffice, and a real run's checkpoint may lie where this one would go.
-        if probe.figures["steps"] > 1:
-            os._exit(0)
-        save(*args, **options)
-
-    setattr(_BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010 - mypy knows it as a method
-    setattr(torch, "save", end_or_save)  # noqa: B010 - as above
 
 
 def main() -> None:
     """Run the program of the command line."""
     target, seconds, hooks, program, *rest = sys.argv[1:]
-    watch(Probe(target, float(seconds), hooks=hooks == "hooks"))
+    Probe(target, float(seconds), hooks=hooks == "hooks")
     if program == "-m":
         sys.argv, sys.path[0] = rest, os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

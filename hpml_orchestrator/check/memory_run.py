@@ -37,41 +37,25 @@ Figures: TypeAlias = Mapping[str, Any]
 """What a probe measured at one size of the batch, see `memory_probe.py`."""
 
 _PROBE = Path(__file__).with_name("memory_probe.py")
-_SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
+_SHARE_OF_TIME = 0.5  # of a run's time, after which it ends although it still grows
 _SHARE_OF_FREE = 0.8  # of the free memory, before a run is ended
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 5.0
 _FORMULAS = "advice by formulas: hpml advise JOB_FILE --model 7B"
 _QUIET_PYTHON = ("-u", "-B", "-O", "-s", "-E")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
-_RANK = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # any free one: a training here may use the default
-    "WANDB_MODE": "disabled",
-    "SLURM_JOB_ID": "0",
-}
+_ZEROS = ("RANK", "LOCAL_RANK", "SLURM_JOB_ID", "MASTER_PORT")  # port 0 is any free one
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What short runs of a program used.
-
-    Attributes:
-        figures: what the probe counted, by the batch of the rank; 0 if the program chose it.
-        workers: bytes of its child processes that it does not share with them, likewise.
-        seconds: how long all runs took.
-        notes: what a reader has to know of how it was measured.
-    """
+    """What short runs of a program used, by the batch of the rank; 0 if the program chose it."""
 
     figures: Mapping[int, Figures]
-    workers: Mapping[int, float]
-    seconds: float
-    notes: Sequence[str] = ()
+    workers: Mapping[int, float]  # bytes of its child processes that it does not share with them
+    seconds: float  # of all runs
+    notes: Sequence[str] = ()  # for the user
 
     @property
     def last(self) -> Figures:
@@ -89,13 +73,14 @@ def command_of(job: Job) -> list[str]:
         message = "the program runs in a container, which hpml advise does not start"
         raise InputError(message, field="environment.container", hint=_FORMULAS)
     if job.command is None:
-        named = ["-m", job.module] if job.module else [job.script]
-        python, rest = job.environment.python, [*map(str, named)]
+        python, rest = job.environment.python, ["-m", job.module or ""]
+        rest = [job.script, *job.args] if job.script else [*rest, *job.args]
     else:
-        python, *rest = job.command
+        python, *rest = [*job.command, *job.args]
         rest = [*itertools.dropwhile(_QUIET_PYTHON.__contains__, rest)]
+        program = rest[1:2] if rest[:1] == ["-m"] else rest[:1]
         is_python = re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(python))
-        if not is_python or not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+        if not is_python or not program or program[0].startswith("-"):
             shown, message = shlex.join(job.command), "is not a Python program that can be measured"
             raise InputError(message, field="command", value=shown, hint=_FORMULAS)
     if rest[0] != "-m":
@@ -103,7 +88,7 @@ def command_of(job: Job) -> list[str]:
         if not os.path.isfile(rest[0]):
             field = "script" if job.script else "command"
             raise InputError("is not a file", field=field, value=rest[0])
-    return [python, *rest, *job.args]
+    return [python, *rest]
 
 
 def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: float) -> Measured:
@@ -111,49 +96,37 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
 
     Args:
         job: the complete job, for its environment and staged data.
-        commands: see `command_of`, by the batch of a rank. The first is run, and then the next one
-            for which time and memory suffice.
-        limit_seconds: for all runs together.
+        commands: see `command_of`, by the batch of a rank. After the first one follows the next one
+            that is possible, so that there are two points to draw a line through.
+        limit_seconds: for all runs together; each has an equal share.
 
     Raises:
         JobFailedError: the program fails, makes no step, or takes too long.
         InputError: it needs data that would be unpacked or does not exist.
     """
-    began, spent = time.monotonic(), 0.0
+    began = time.monotonic()
     figures: dict[int, Figures] = {}
     workers: dict[int, float] = {}
     notes: list[str] = []
     for batch, command in commands.items():
-        left = began + limit_seconds - time.monotonic()
-        if figures:
-            (smaller, first), *others = figures.items()
-            spent = spent or limit_seconds - left
-            needed = spent + first["stepping_seconds"] * (batch / smaller - 1)
-            peak = first["peak_bytes"] * batch / smaller
-            if others or needed > left or peak > _SHARE_OF_FREE * _free_bytes():
-                continue
         try:
-            figures[batch], workers[batch] = _run(job, command, limit_seconds, left)
+            figures[batch], workers[batch] = _run(job, command, limit_seconds / len(commands))
         except JobFailedError as fault:
             if not figures:
                 raise
             notes.append(f"a run at batch {batch} was not possible: {fault}")
+        if len(figures) > 1:
+            break
     return Measured(figures, workers, time.monotonic() - began, notes)
 
 
-def _free_bytes() -> float:
-    free = memory_headroom()
-    return float("inf") if free is None else free.bytes
-
-
 def _run(
-    job: Job, command: Sequence[str], limit: float, left: float, how: str = "hooks"
+    job: Job, command: Sequence[str], seconds: float, how: str = "hooks"
 ) -> tuple[Figures, float]:
     """Run a program; return the probe's figures, and the most that its child processes used."""
-    deadline = time.monotonic() + left
     with tempfile.TemporaryDirectory(prefix="hpml-advise-") as name:
         scratch, target = Path(name), Path(name) / "figures.json"
-        probe = [command[0], _PROBE, target, _SHARE_OF_TIME * limit, how]
+        probe = [command[0], _PROBE, target, _SHARE_OF_TIME * seconds, how]
         functions = shlex.quote(str(assets.path("templates/sbatch/hpml-job.sh")))
         words = " ".join(map(word, [*probe, *command[1:]]))
         text = f"set -euo pipefail\nsource {functions}\n{render_environment(job)}\nexec {words}\n"
@@ -168,7 +141,7 @@ def _run(
                 start_new_session=True,
             )
             try:
-                why, workers = _watch(process, deadline)
+                why, workers = _watch(process, seconds)
             finally:
                 kill_until_gone(
                     lambda: map(identity, _session(process.pid)), patience_seconds=_KILL_SECONDS
@@ -183,14 +156,12 @@ def _run(
     last = printable(next(filter(_ERROR.match, reversed(said)), said[-1]))
     if process.returncode > 0 and how == "hooks" and "hook" in last.lower():
         # torch.func and some compilers refuse hooks of saved tensors
-        return _run(job, command, limit, deadline - time.monotonic(), "plain")
-    hint = f"--time-limit {round(2 * limit)} gives it more time; {_FORMULAS}"
-    if not why:
-        why, hint = (last, _FORMULAS) if process.returncode else ("two are needed", _FORMULAS)
-        if last.startswith(("ImportError", "ModuleNotFoundError")):
-            hint = f"check environment.venv, conda, modules and python ({command[0]}); {hint}"
+        return _run(job, command, seconds, "plain")
+    why, hint = why or (last if process.returncode else "two are needed"), ""
+    if why.startswith(("ImportError", "ModuleNotFoundError")):
+        hint = f"check environment.venv, conda, modules and python ({command[0]}); "
     made = counted(figures["steps"], "optimizer step")
-    raise JobFailedError(f"{name_of(command)} ended after {made}: {why}", hint=hint)
+    raise JobFailedError(f"{name_of(command)} ended after {made}: {why}", hint=hint + _FORMULAS)
 
 
 def name_of(command: Sequence[str]) -> str:
@@ -198,9 +169,10 @@ def name_of(command: Sequence[str]) -> str:
     return os.path.basename(command[2] if command[1] == "-m" else command[1])
 
 
-def _watch(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, float]:
+def _watch(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, float]:
     """Wait for a program; return why it must be ended, and the most that its children used."""
-    most, workers = _SHARE_OF_FREE * _free_bytes(), 0.0
+    headroom, deadline, workers = memory_headroom(), time.monotonic() + seconds, 0.0
+    most = float("inf") if headroom is None else _SHARE_OF_FREE * headroom.bytes
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
@@ -213,7 +185,7 @@ def _watch(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, floa
         workers = max(workers, others) if own else workers
         if own + others > most:
             return f"it took more than the {human_bytes(most)} that this machine can spare", workers
-    return "its time is over", workers
+    return f"{seconds:.0f} s, its share of --time-limit, are over", workers
 
 
 def _session(leader: int) -> list[int]:
@@ -235,19 +207,22 @@ def _variables(job: Job, scratch: Path) -> dict[str, str]:
     places = {name: str(scratch / name) for name in (*names, "TMPDIR", "HPML_ATTEMPT_DIR")}
     for place in places.values():
         os.mkdir(place)
-    for stage in job.stage:  # the source itself, or the directory of a file
-        source, field = stage.source, f"stage.{stage.name}.source"
-        if not os.path.exists(source):
-            raise InputError("does not exist", field=field, value=source)
-        if not os.path.isdir(source) and kind_at(source, stage.kind) != "file":
-            message = "is an archive, which hpml advise does not unpack"
-            raise InputError(message, field=field, value=source)
-        place = source if os.path.isdir(source) else os.path.dirname(source)
-        places[variable(f"stage.{stage.name}")] = place
+    for stage in job.stage:  # the program reads the source itself
+        source = stage.source
+        if not os.path.isdir(source):
+            if not os.path.isfile(source) or kind_at(source, stage.kind) != "file":
+                message = "is neither a directory nor a file that is not unpacked"
+                raise InputError(message, field=f"stage.{stage.name}.source", value=source)
+            source = os.path.dirname(source)
+        places[variable(f"stage.{stage.name}")] = source
     return {
         **job_environment(os.environ, job.environment.inherit),
         **{name: os.environ[name] for name in _DEVICES if name in os.environ},
-        **_RANK,
+        **dict.fromkeys(_ZEROS, "0"),
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "WANDB_MODE": "disabled",
         "SLURM_ARRAY_TASK_ID": str(job.tasks.indices[0] if job.tasks is not None else 0),
         **places,
     }

@@ -183,7 +183,7 @@ def test_a_program_that_is_too_slow(advised: Advised) -> None:
     )
     environment = {"python": sys.executable, "variables": {"PYTHONPATH": str(advised.work)}}
     done = advised("", "--time-limit=3", environment=environment)
-    assert done.refuses(6, "after 0 optimizer steps: its time is over", "--time-limit 6")
+    assert done.refuses(6, "after 0 optimizer steps: 3 s, its share of --time-limit, are over")
     child = read_stat((advised.work / "pid").read_text())
     assert child is None or child.ended
 
