@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.balance import crowded
@@ -16,7 +16,14 @@ from hpml_orchestrator.diagnosis.capacity import (
 )
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import step_shares
-from hpml_orchestrator.diagnosis.shares import find, hours, shares, train_share
+from hpml_orchestrator.diagnosis.shares import (
+    find,
+    hours,
+    part,
+    shares,
+    train_share,
+    training_seconds,
+)
 from hpml_orchestrator.diagnosis.thresholds import (
     BANDWIDTH_SHARE,
     LONG_PHASE_SECONDS,
@@ -32,6 +39,10 @@ _SMALL_FILE_BYTES = 128 << 10
 _MANY_FILES = 10_000
 _LITTLE_BYTES = 1 << 20  # per second; less is the program itself
 _CACHED = 0.9  # share of what is read that comes from the page cache
+_LOADING, _SLEEPING = 0.5, 0.3  # share of the waiting in which the loader needs a CPU: from, below
+_PREPARE = Change(
+    "decode, parse and list less while training: prepare the data once, before the job"
+)
 
 
 def waits_for_data(facts: Facts) -> Finding | str | None:
@@ -50,9 +61,13 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     busy = cpus_busy(facts)
     if busy is not None and busy >= BUSY:
         evidence.append(f"{busy:.0%} of the CPUs are busy: loaders have no more")
+    if used := _loader_cpu(facts):
+        bounds = " to ".join(dict.fromkeys(f"{share:.0%}" for share in used))
+        evidence.append(f"the loader needs a CPU in {bounds} of the waiting")
     changes = _changes(facts)
     # staging saves all of the waiting or none of it, and no figure shows which
-    is_guess = _storage_is_slow(facts) is None and changes[0] not in _workers(facts)
+    is_unknown = _storage_is_slow(facts) is None and not _burns_cpu(facts)
+    is_guess = is_unknown and changes[0] not in _workers(facts)
     if is_guess:
         evidence.append(_untold(facts))
     return find(
@@ -134,10 +149,45 @@ def _storage(facts: Facts) -> list[str]:
     return lines
 
 
+def _loader_cpu(facts: Facts) -> tuple[float, float] | None:
+    """Return the least and the largest share of the waiting in which the loader needed a CPU.
+
+    Counters cover the whole training: the rest of it may have used all CPUs, or none. Workers load
+    all the time if their rank waits for data.
+    """
+    found, bounds = _argument(facts), []
+    workers = found[1] if found else facts.job["binding"]["loader_workers"] or None
+    for rank in facts.ranks:
+        waited, seconds = part(rank, "data_wait_seconds"), training_seconds(rank)
+        if rank.cpu_seconds is None or rank.helper_cpu_seconds is None or not waited:
+            continue
+        ran = rank.cpu_seconds - rank.helper_cpu_seconds
+        # if other processes take the CPUs, the loader's threads lack them as this thread does
+        ready = ran + (rank.cpu_wait_seconds or 0.0)
+        helpers = rank.helper_cpu_seconds * (ready / ran if ran > 0 else 1.0)
+        cpus, rest = len(rank.cpus or ()) or cpus_per_rank(facts), seconds - waited
+        spare, own = max(1, cpus - 1), 0.0 if workers else ready  # it may load by itself
+        many, few = (min(workers, cpus),) * 2 if workers else (spare, 1)
+        least = max(0.0, own - rest) / waited + max(0.0, helpers - rest * spare) / seconds / many
+        bounds.append((min(1.0, least), min(1.0, own / waited + helpers / seconds / few)))
+    return (fmean(one[0] for one in bounds), fmean(one[1] for one in bounds)) if bounds else None
+
+
+def _burns_cpu(facts: Facts) -> bool | None:
+    """Return whether ranks wait for a loader that needs a CPU; None if no figure shows it."""
+    (least, most), is_slow = _loader_cpu(facts) or (0.0, 1.0), _storage_is_slow(facts)
+    if is_slow or most < _SLEEPING:
+        return False
+    in_ram = {stage["target"] for stage in facts.job["stage"]} == {"shm"}
+    return True if least >= _LOADING or is_slow is False or in_ram else None
+
+
 def _changes(facts: Facts) -> list[Change]:
     """Return what helps ranks that wait for data, the most likely first."""
-    stages = facts.job["stage"]
-    more = _workers(facts)
+    stages, burns_cpu, more = facts.job["stage"], _burns_cpu(facts), _workers(facts)
+    if burns_cpu:
+        idle = Change("or start more loader workers: there are idle cores")
+        return [_PREPARE, idle] if _has_idle_cpu(facts) else [_PREPARE]
     if _storage_is_slow(facts) is False:
         return more
     changes = []
@@ -157,8 +207,8 @@ def _changes(facts: Facts) -> list[Change]:
     small = facts.data_files and facts.data_bytes is not None and facts.data_files > _MANY_FILES
     if small and (facts.data_bytes or 0) / (facts.data_files or 1) < _SMALL_FILE_BYTES:
         changes.append(Change("pack the small files first: `hpml pack SOURCE DEST`, `kind: pack`"))
-    # idle cores show that more workers can run; data in memory, that storage is not the reason
-    return [*more, *changes] if stages and not on_disk else [*changes, *more]
+    last = [_PREPARE] if burns_cpu is None else []
+    return [*more, *changes, *last] if stages and not on_disk else [*changes, *more, *last]
 
 
 def _stage(facts: Facts) -> Change:
@@ -178,37 +228,41 @@ def _stage(facts: Facts) -> Change:
     return Change(text, "stage", [entry], also={data.field: data.word})
 
 
-def _workers(facts: Facts) -> list[Change]:
-    """Return more loader workers, with the cores that they need and a node has."""
-    cpus, busy = cpus_per_rank(facts), cpus_busy(facts)
+def _argument(facts: Facts) -> tuple[str, int, str] | None:
+    """Return the field of the argument that sets the loader workers, their number, its option."""
     args = facts.job["args"]
-    is_free = busy is not None and busy < BUSY and cpus > 1
-    more = None if is_free else more_cpus(facts, cpus + 2)
-    wanted = {} if more is None else {"resources.cpus_per_rank": more}
-    cores = "" if more is None else f" and {more} CPUs per rank"
-    if not is_free and more is None:
-        stages = facts.job["stage"]
-        in_ram = bool(stages) and all(stage["target"] == "shm" for stage in stages)
-        if (busy is not None and busy >= BUSY) or (facts.node_cpus and in_ram):
-            # another worker would take its time from the others
-            return [Change("decode less while training: prepare the data once, before the job")]
-        cores = ": they help if reading is slow; for decoding "
-        cores += "the node has no free CPU" if facts.node_cpus else "each needs a separate CPU"
     for index, word in enumerate(args):
         match = _WORKERS.fullmatch(word)
-        if not match:
-            continue
-        value = match[2] or "".join(args[index + 1 : index + 2])
-        if value.isdecimal():
-            count = max(int(value) * 2, int(value) + 2)
-            place, new = (index, f"{match[1]}={count}") if match[2] else (index + 1, str(count))
-            text = f"start {count} loader workers per rank{cores}"
-            return [Change(text, f"args.{place}", new, also=wanted)]
+        value = match and (match[2] or "".join(args[index + 1 : index + 2]))
+        if match and value and value.isdecimal():
+            place, option = (index, f"{match[1]}=") if match[2] else (index + 1, "")
+            return f"args.{place}", int(value), option
+    return None
+
+
+def _has_idle_cpu(facts: Facts) -> bool:
+    busy = cpus_busy(facts)
+    if _burns_cpu(facts) is False:  # while a loader waits, its CPU is idle
+        return busy is None or busy < BUSY
+    return busy is not None and busy < BUSY and cpus_per_rank(facts) > 1
+
+
+def _workers(facts: Facts) -> list[Change]:
+    """Return more loader workers, with the cores that they need and a node has."""
+    is_idle, found = _has_idle_cpu(facts), _argument(facts)
+    more = None if is_idle else more_cpus(facts, cpus_per_rank(facts) + 2)
     text = "start more loader workers (`num_workers` of the DataLoader)"
-    if is_free:
-        return [Change(f"{text}: there are idle cores")]
-    # CPUs alone, without more workers in the program, would be idle: this is advice
-    return [Change(text + (f", with `resources.cpus_per_rank: {more}`" if more else cores))]
+    if not is_idle and more is None:
+        return [Change(f"{text}: they help if reading is slow; for decoding each needs a free CPU")]
+    if found is None:
+        # CPUs alone, without more workers in the program, would be idle: this is advice
+        cores = f", with `resources.cpus_per_rank: {more}`" if more else ": there are idle cores"
+        return [Change(text + cores)]
+    field, workers, option = found
+    count = max(workers * 2, workers + 2)
+    text = f"start {count} loader workers per rank" + (f" and {more} CPUs per rank" if more else "")
+    also = {"resources.cpus_per_rank": more} if more else {}
+    return [Change(text, field, f"{option}{count}", also=also)]
 
 
 def slow_storage(facts: Facts) -> Finding | str | None:
