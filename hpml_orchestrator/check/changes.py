@@ -14,6 +14,8 @@ from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
 from hpml_orchestrator.errors import HpmlError, NotFoundError
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.runs.applied import with_results
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.reporting.binding import node_topology
@@ -82,7 +84,8 @@ def diagnose_run(
     profile, records = site_for("job.yaml", os.environ, chosen=site), state.run.directory.parents[1]
     facts = with_limits(facts, state, profile.site if profile else None)
     peaks = peaks_of_run(facts, records=records, site=profile)
-    return diagnose(replace(facts, profile=traced, peaks=peaks))
+    diagnosis = diagnose(replace(facts, profile=traced, peaks=peaks))
+    return with_results(diagnosis, Store(records))
 
 
 def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:

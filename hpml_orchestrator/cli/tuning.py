@@ -19,6 +19,7 @@ from hpml_orchestrator.cli.sweep import drive_sweep
 from hpml_orchestrator.cli.sweepfile import check_plan
 from hpml_orchestrator.diagnosis.apply import choose_changes
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.runs.applied import record_applied
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.tuned import tune, write_tuned
@@ -71,6 +72,7 @@ def _apply(
     if report.errors:
         raise refusal(report.errors)
     write_tuned(tuned)
+    record_applied(store, submission.label, chosen, tuned.resolved.job)
     typer.echo("\n".join(tuned.diff))
     for one in chosen.made:
         accuracy = "; it can alter the accuracy" if one.change.touches_accuracy else ""
