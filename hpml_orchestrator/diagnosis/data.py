@@ -6,7 +6,6 @@ import re
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.capacity import (
     BUSY,
     cpus_busy,
@@ -24,6 +23,7 @@ from hpml_orchestrator.diagnosis.shares import (
     train_share,
     training_seconds,
 )
+from hpml_orchestrator.diagnosis.slow_ranks import crowded
 from hpml_orchestrator.diagnosis.thresholds import (
     BANDWIDTH_SHARE,
     LONG_PHASE_SECONDS,

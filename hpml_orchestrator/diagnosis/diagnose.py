@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
+from hpml_orchestrator.diagnosis import balance, contention, data, gpu, phases, resources
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.shares import hours, is_judged, shares, step_seconds, steps_known
+from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
-    balance.cpu_contention,
+    contention.cpu_contention,
     data.waits_for_data,
     balance.slow_rank,
     balance.wrong_binding,
@@ -120,7 +121,7 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     else:
-        if facts.world_size > 1 and balance.contended(facts):
+        if facts.world_size > 1 and contention.contended(facts):
             told = "communication, and which rank the others wait for"
             yield _needs("communication", told, "a run whose ranks have their CPUs for themselves")
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
@@ -130,11 +131,11 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
             ("communication", "comm_seconds", "communication", several),
             ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
         ):
-            if kind in ("slow-rank", "communication") and balance.contended(facts):
+            if kind in ("slow-rank", "communication") and contention.contended(facts):
                 continue
             if wanted and not shares(facts, name):
                 yield _needs(kind, told, f"`{name}` from the channel")
-            elif wanted and kind == "slow-rank" and (doubt := balance.find_slow(facts).doubt):
+            elif wanted and kind == "slow-rank" and (doubt := find_slow(facts).doubt):
                 yield _needs(kind, told, doubt)
 
 

@@ -1,0 +1,218 @@
+"""Which ranks the others wait for, and what makes them slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, comb, log
+from statistics import median
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.diagnosis.parts import fits
+from hpml_orchestrator.diagnosis.shares import excesses, part, ranks_text, shares, steps_known
+from hpml_orchestrator.diagnosis.thresholds import CAUSE_SHARE, SURE, THRESHOLDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, RankFacts
+
+_HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GPU down
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Ranks that the others wait for."""
+
+    ranks: tuple[int, ...] = ()  # their numbers
+    share: float = 0.0  # how much longer the slowest works than the others, as a share of a step
+    how: str = ""  # what shows it, in words
+    cause: str = ""  # kind of finding that explains it, or `more-samples`; empty if nothing does
+    why: str = ""  # the figures of the cause
+    doubt: str = ""  # what is missing if the measured waits are not enough to compare the ranks
+
+
+def find_slow(facts: Facts) -> Slow:
+    """Return the ranks that others wait for, and the cause if a second figure shows it.
+
+    In a synchronous training all ranks need the same time for a step. The slow one is the one
+    that waits least before the collectives: without that waiting its steps are the longest.
+    Without measured waiting only data, and steps that are not synchronous, can show it.
+    """
+    if not steps_known(facts):
+        return Slow()
+    ranks = {rank.rank: rank for rank in facts.ranks if rank.step_seconds and (rank.steps or 0) > 0}
+    whole = {number: (rank.step_seconds or 0) / (rank.steps or 1) for number, rank in ranks.items()}
+    longest = max(whole.values(), default=0.0)
+    if len(ranks) <= 1 or not longest:
+        return Slow()
+    waits = {
+        number: part(rank, "wait_seconds") / (rank.steps or 1)
+        for number, rank in ranks.items()
+        if rank.wait_seconds is not None
+    }
+    # Waits that only some ranks report cannot be compared: a rank without any would always look
+    # slowest.
+    measured = len(waits) == len(ranks)
+    if measured and (doubt := _doubt([*ranks.values()])):
+        return Slow(doubt=doubt)
+    own = {number: whole[number] - waits.get(number, 0.0) * measured for number in ranks}
+    if measured and all(rank.comm_seconds is not None for rank in ranks.values()):
+        # a rank that still sends while another waits is not slow: the link is
+        own = {
+            n: own[n] - part(rank, "comm_seconds") / (rank.steps or 1) for n, rank in ranks.items()
+        }
+    more = {number: value / longest for number, value in excesses(own).items()}
+    loading = _excess_of(ranks, "data_wait_seconds", longest)
+    if not measured and not _slowest(more):
+        more = loading
+    slow = _slowest(more)
+    if not slow:
+        return Slow()
+    if measured and (doubt := _doubt([*ranks.values()], slow)):
+        return Slow(doubt=doubt)
+    share = max(more[number] for number in slow)
+    first = max(slow, key=lambda number: more[number])
+    if measured:
+        others = [waits[number] / longest for number in ranks if number not in slow]
+        how = f"it waits {waits[first] / longest:.0%} of a step for others, these wait "
+        how += f"{median(others):.0%} for it"
+        if (steps := ranks[first].measured_steps) is not None:
+            times = f"{ranks[first].slowest_steps or 0:g} of {steps:g} measured steps"
+            how += f"; it waited least in {times}"
+    else:
+        how = f"its steps take {share:.0%} longer than those of the others"
+    cause, why = _cause(facts, slow, first, share, loading, ranks, longest)
+    return Slow(tuple(slow), share, how, cause, why)
+
+
+def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
+    """Return what is missing to compare the ranks by their waiting; empty if nothing is.
+
+    Waits are measured in few steps. Whatever makes ranks late by chance makes each of them the
+    slowest equally often. So ranks are slow only if they were the slowest more often than that
+    allows, by Chernoff's bound for all choices of as many ranks.
+    """
+    if not all(map(fits, ranks)):
+        return "a longer run: the few measured steps contradict the rest"
+    if all(rank.measured_steps is None for rank in ranks):
+        return ""  # each step was measured
+    if not any(rank.measured_steps for rank in ranks):
+        return "a longer run, or the newest `hpml_waits.py`: no step was measured"
+    steps = min(rank.measured_steps or 0.0 for rank in ranks)
+    # Even a rank that was slowest in every one of k measured steps is so by chance with a
+    # probability of P^(1-k), for any of P ranks. With fewer steps than this no result could be
+    # below SURE.
+    least = ceil(1 - log(SURE) / log(len(ranks)))
+    if steps < least:
+        return f"a longer run: {steps:g} measured steps, at least {least} are needed"
+    if not slow:
+        return ""
+    chance = len(slow) / len(ranks)
+    seen = sum(
+        (rank.slowest_steps or 0.0) / rank.measured_steps
+        for rank in ranks
+        if rank.rank in slow and rank.measured_steps
+    )
+    seen = min(1.0, seen)
+    # Chernoff: the probability of a share `seen` in n steps is at most exp(-n KL(seen || chance)).
+    # The binomial coefficient counts the groups of ranks that might have been found instead.
+    surprise = seen * log(seen / chance) if seen > chance else 0.0
+    if chance < seen < 1:
+        surprise += (1 - seen) * log((1 - seen) / (1 - chance))
+    if log(comb(len(ranks), len(slow))) - steps * surprise <= log(SURE):
+        return ""
+    times = f"{seen * steps:.0f} of {steps:g} measured steps"
+    return f"a longer run: {ranks_text(slow)} waited least in {times}, which can be chance"
+
+
+def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
+    known = {
+        number: part(rank, name) / (rank.steps or 1) / longest
+        for number, rank in ranks.items()
+        if getattr(rank, name) is not None
+    }
+    return excesses(known) if len(known) == len(ranks) else {}
+
+
+def _slowest(more: Mapping[int, float]) -> list[int]:
+    limit = THRESHOLDS["slow-rank"].warn
+    slow = [number for number, share in more.items() if share >= limit]
+    # If more than half of the ranks stand out, the others are the exception and the median says
+    # nothing about who is late.
+    return slow if 2 * len(slow) <= len(more) else []
+
+
+def _cause(
+    facts: Facts,
+    slow: Sequence[int],
+    first: int,
+    share: float,
+    loading: Mapping[int, float],
+    ranks: Mapping[int, RankFacts],
+    longest: float,
+) -> tuple[str, str]:
+    # The order matters: wrong binding and a throttled GPU delay everything that a rank does, so
+    # they also explain why its data or its copies are late.
+    if all(ranks[number].bound_as_planned is False for number in slow) or (
+        set(slow) <= set(crowded(facts))
+    ):
+        return "wrong-binding", ""
+    hot = {gpu.uuid for gpu, _ in hot_gpus(facts)}
+    if all(ranks[number].gpu in hot for number in slow):
+        return "throttled", ""
+    lacking = _excess_of(ranks, "cpu_wait_seconds", longest)
+    if lacking.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "cpu-contention", f"without a CPU for {lacking[first]:.0%} of a step longer"
+    if loading.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
+    copies = _excess_of(ranks, "transfer_seconds", longest)
+    if copies.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "host-to-device", f"its copies to the GPU take {copies[first]:.0%} of a step longer"
+    counts = {
+        number: rank.samples / rank.steps
+        for number, rank in ranks.items()
+        if rank.samples and rank.steps
+    }
+    if len(counts) == len(ranks):
+        usual = median(value for number, value in counts.items() if number not in slow)
+        if counts[first] / usual - 1 >= CAUSE_SHARE * share:
+            return "more-samples", f"it has {counts[first] / usual - 1:.0%} more samples per step"
+    return "", ""
+
+
+def waits_are_known(facts: Facts) -> bool:
+    """Whether every rank's waiting for others was measured, in enough steps to compare them."""
+    waits = shares(facts, "wait_seconds")
+    return len(waits) == len(facts.ranks) and not find_slow(facts).doubt
+
+
+def crowded(facts: Facts) -> dict[int, float]:
+    """Return ranks that outnumber the CPUs they share, with the CPUs per rank."""
+    found: dict[int, float] = {}
+    by_node: dict[str, list[RankFacts]] = {}
+    for rank in facts.ranks:
+        if rank.cpus:
+            by_node.setdefault(rank.node, []).append(rank)
+    for ranks in by_node.values():
+        # More ranks than CPUs within one mask is a shortage, whatever the other masks are.
+        # Overlapping masks alone are not: ranks bound to the same domain may still have a core
+        # each.
+        for cpus in {frozenset(rank.cpus or ()) for rank in ranks}:
+            inside = [rank.rank for rank in ranks if set(rank.cpus or ()) <= cpus]
+            if len(inside) > len(cpus):
+                for number in inside:
+                    found[number] = min(found.get(number, 1.0), len(cpus) / len(inside))
+    return found
+
+
+def hot_gpus(facts: Facts) -> list[tuple[GpuFacts, float]]:
+    """Return the GPUs that heat or a power brake holds down, with the share of their time."""
+    found = []
+    for node in facts.nodes:
+        for gpu in node.gpus:
+            seconds = sum(
+                value for reason, value in gpu.throttled_seconds.items() if reason.startswith(_HOT)
+            )
+            if gpu.seconds and THRESHOLDS["throttled"].level(seconds / gpu.seconds):
+                found.append((gpu, min(1.0, seconds / gpu.seconds)))
+    return found
