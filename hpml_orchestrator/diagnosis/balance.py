@@ -6,8 +6,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.contention import contended, free_cpus
-from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.model import Change, Finding
 from hpml_orchestrator.diagnosis.parts import step_shares
+from hpml_orchestrator.diagnosis.phases import slow_evaluation, slow_saving
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
     exclude,
@@ -18,15 +19,30 @@ from hpml_orchestrator.diagnosis.shares import (
     steps_known,
     train_share,
 )
-from hpml_orchestrator.diagnosis.slow_ranks import crowded, find_slow, hot_gpus, waits_are_known
+from hpml_orchestrator.diagnosis.slow_ranks import (
+    OWN_WORK,
+    crowded,
+    find_slow,
+    hot_gpus,
+    waits_are_known,
+)
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.diagnosis.model import Facts, Finding
+    from hpml_orchestrator.diagnosis.model import Facts
     from hpml_orchestrator.diagnosis.slow_ranks import Slow
+
+
+_LESS_ALONE = {
+    "more-samples": "give every rank the same number of samples, as DistributedSampler does",
+    "more-work": "do less often, or on all ranks, what only this rank does: printing, plots, files",
+    "slow-evaluation": "share the evaluation among all ranks, or evaluate less often",
+    "slow-saving": "save less often, or in the background (`async_save`)",
+    "uncounted": "do it less often, or share it among all ranks; count it with `channel.timed`",
+}
 
 
 def slow_rank(facts: Facts) -> Finding | str | None:
@@ -34,7 +50,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
     if facts.world_size <= 1 or not steps_known(facts):
         return None
     slow = find_slow(facts)
-    if contended(facts) and slow.cause != "cpu-contention":
+    if contended(facts) and slow.cause not in ("cpu-contention", *OWN_WORK):
         return None  # which rank is late changes with the other processes
     if not slow.ranks:
         known = shares(facts, "wait_seconds") or shares(facts, "data_wait_seconds")
@@ -42,7 +58,10 @@ def slow_rank(facts: Facts) -> Finding | str | None:
             return None
         over = max(known.values()) - min(known.values())
         return f"ranks differ by {over:.0%} of a step" if waits_are_known(facts) else None
-    if slow.cause in ("wrong-binding", "throttled"):
+    beside = {"slow-saving": slow_saving, "slow-evaluation": slow_evaluation}.get(
+        slow.cause, lambda _: None
+    )
+    if slow.cause in ("wrong-binding", "throttled") or isinstance(beside(facts), Finding):
         return None
     usual = shares(facts, "data_wait_seconds")
     if slow.cause == "waits-for-data" and THRESHOLDS["waits-for-data"].level(
@@ -57,8 +76,15 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         "waits-for-data": "it waits for data",
         "host-to-device": "its copies to the GPU are slow",
         "more-samples": "it has more samples",
+        "more-work": "it computes more",
+        "slow-evaluation": "it evaluates alone",
+        "slow-saving": "it saves alone",
+        "uncounted": "it works alone between the steps, in what the script does not count",
     }[slow.cause]
     evidence = [f"{slow.share:.0%} of a step longer than the others", slow.how, slow.why]
+    lacked = max((cpu_waits(facts).get(number, 0.0) for number in slow.ranks), default=0.0)
+    if slow.cause in OWN_WORK and THRESHOLDS["cpu-contention"].level(lacked):
+        evidence.append(f"other processes also had its CPUs for {lacked:.0%} of the training")
     return find(
         facts,
         "slow-rank",
@@ -75,10 +101,9 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
     changes: list[Change] = []
     if slow.cause == "cpu-contention":
         return free_cpus(facts, nodes)
-    if slow.cause == "more-samples":
-        text = "give every rank the same number of samples, as DistributedSampler does"
-        changes.append(Change(text))
-    elif slow.cause == "waits-for-data":
+    if slow.cause in OWN_WORK:
+        return [Change(_LESS_ALONE[slow.cause])]
+    if slow.cause == "waits-for-data":
         changes.append(Change(f"compare the storage and the loader of {names} with the others'"))
     elif slow.cause == "host-to-device":
         changes.append(Change(f"check link and binding of {names}: `hpml topo`"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.capacity import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import cpu_waits, find, nodes_text
-from hpml_orchestrator.diagnosis.slow_ranks import crowded, find_slow
+from hpml_orchestrator.diagnosis.slow_ranks import OWN_WORK, crowded, find_slow
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ def contended(facts: Facts) -> bool:
 
 def cpu_contention(facts: Facts) -> Finding | str | None:
     """Return whether ranks could run but other processes had their CPUs."""
-    lacked = cpu_waits(facts)
-    if not lacked or crowded(facts) or find_slow(facts).cause == "cpu-contention":
+    slow, lacked = find_slow(facts), cpu_waits(facts)
+    if slow.cause in OWN_WORK:  # what explains a rank's delay comes first, and this beside it
+        lacked = {rank: share for rank, share in lacked.items() if rank not in slow.ranks}
+    if not lacked or crowded(facts) or slow.cause == "cpu-contention":
         return None
     most = max(lacked, key=lambda rank: lacked[rank])
     share = lacked[most]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.balance import contended
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
-from hpml_orchestrator.diagnosis.shares import find, steps_known
+from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_known
+from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
 from hpml_orchestrator.records.texts import seconds_text
 
@@ -128,8 +129,8 @@ def _rarer(facts: Facts) -> str:
 def slow_evaluation(facts: Facts) -> Finding | str | None:
     """Return whether evaluation takes a large part of the training."""
     changes = [
-        Change("evaluate less often"),
         Change("share the evaluation among all ranks, without gradients (`torch.inference_mode`)"),
+        Change("evaluate less often"),
     ]
     return _beside(facts, "slow-evaluation", "evaluation_seconds", "evaluation", changes)
 
@@ -145,11 +146,13 @@ def _beside(
     seconds = max(values)  # one rank saves, the others wait for it
     share = min(1.0, seconds / training)
     whole = min(1.0, seconds / facts.elapsed_seconds) if facts.elapsed_seconds else share
+    slow = find_slow(facts)
+    alone = slow.cause == kind and f" by {ranks_text(slow.ranks)} alone while the others wait"
     found = find(
         facts,
         kind,
         share,
-        f"{what}: {share:.0%} of the training",
+        f"{what}: {share:.0%} of the training{alone or ''}",
         [f"{share:.0%} of the training, {seconds_text(seconds)}"],
         changes,
         saves=whole,

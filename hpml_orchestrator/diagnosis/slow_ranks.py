@@ -8,15 +8,33 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.parts import fits
-from hpml_orchestrator.diagnosis.shares import excesses, part, ranks_text, shares, steps_known
+from hpml_orchestrator.diagnosis.shares import (
+    cpu_waits,
+    excesses,
+    part,
+    ranks_text,
+    shares,
+    steps_known,
+    training_seconds,
+    uncounted_seconds,
+)
 from hpml_orchestrator.diagnosis.thresholds import CAUSE_SHARE, SURE, THRESHOLDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, RankFacts
 
 _HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GPU down
+
+OWN_WORK = ("slow-saving", "slow-evaluation", "uncounted", "more-samples", "more-work")
+"""Causes that are the rank's own: it is late by them, whatever other processes do."""
+
+_ALONE: tuple[tuple[str, str, Callable[[RankFacts], float]], ...] = (
+    ("slow-evaluation", "evaluates", lambda rank: rank.evaluation_seconds or 0.0),
+    ("slow-saving", "saves", lambda rank: rank.save_seconds or 0.0),
+    ("uncounted", "does what no counter has", uncounted_seconds),
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Slow:
     ranks: tuple[int, ...] = ()  # their numbers
     share: float = 0.0  # how much longer the slowest works than the others, as a share of a step
     how: str = ""  # what shows it, in words
-    cause: str = ""  # kind of finding that explains it, or `more-samples`; empty if nothing does
+    cause: str = ""  # kind of finding that explains it, or of OWN_WORK; empty if nothing does
     why: str = ""  # the figures of the cause
     doubt: str = ""  # what is missing if the measured waits are not enough to compare the ranks
 
@@ -37,6 +55,8 @@ def find_slow(facts: Facts) -> Slow:
     In a synchronous training all ranks need the same time for a step. The slow one is the one
     that waits least before the collectives: without that waiting its steps are the longest.
     Without measured waiting only data, and steps that are not synchronous, can show it.
+
+    What a rank does between its own steps lengthens the next step of those that wait for it.
     """
     if not steps_known(facts):
         return Slow()
@@ -45,6 +65,42 @@ def find_slow(facts: Facts) -> Slow:
     longest = max(whole.values(), default=0.0)
     if len(ranks) <= 1 or not longest:
         return Slow()
+    delay, seen = _delays(ranks, whole)
+    slow = _slow_in_steps(facts, ranks, {n: whole[n] + delay[n] for n in ranks}, longest)
+    late = {number: seconds / longest for number, seconds in seen.items()}
+    numbers = _slowest(late)
+    first = max(late, key=lambda number: late[number])
+    if not numbers or CAUSE_SHARE * slow.share > late[first]:
+        return slow
+    how = f"the others' steps take {late[first]:.0%} longer, in which they wait for it"
+    cause = _cause(facts, numbers, first, late[first], {}, ranks, longest)
+    return Slow(tuple(numbers), late[first], how, *cause)
+
+
+def _delays(
+    ranks: Mapping[int, RankFacts], whole: Mapping[int, float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the seconds per step by which each rank's work between steps may delay the others.
+
+    The second are those that a figure shows. What nothing counts may be waiting for the others,
+    unless these waited for the rank.
+    """
+
+    def more(seconds_of: Callable[[RankFacts], float]) -> dict[int, float]:
+        return excesses({n: seconds_of(rank) / (rank.steps or 1) for n, rank in ranks.items()})
+
+    between = more(lambda rank: training_seconds(rank) - (rank.step_seconds or 0.0))
+    counted = more(lambda rank: (rank.save_seconds or 0.0) + (rank.evaluation_seconds or 0.0))
+    waits = more(lambda rank: part(rank, "wait_seconds"))
+    measured = all(rank.wait_seconds is not None for rank in ranks.values())
+    longer = excesses(whole)
+    delay = {n: max(0.0, min(between[n], -longer[n])) for n in ranks}
+    return delay, {n: min(delay[n], max(counted[n], -waits[n] * measured, 0.0)) for n in ranks}
+
+
+def _slow_in_steps(
+    facts: Facts, ranks: Mapping[int, RankFacts], whole: Mapping[int, float], longest: float
+) -> Slow:
     waits = {
         number: part(rank, "wait_seconds") / (rank.steps or 1)
         for number, rank in ranks.items()
@@ -126,12 +182,17 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
 
 
 def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
-    known = {
-        number: part(rank, name) / (rank.steps or 1) / longest
-        for number, rank in ranks.items()
-        if getattr(rank, name) is not None
-    }
-    return excesses(known) if len(known) == len(ranks) else {}
+    known = {n: part(rank, name) for n, rank in ranks.items() if getattr(rank, name) is not None}
+    return _excess(ranks, known, longest)
+
+
+def _excess(
+    ranks: Mapping[int, RankFacts], seconds: Mapping[int, float], longest: float
+) -> dict[int, float]:
+    """Return what each rank has more than the others, in longest steps; empty if one is unknown."""
+    if not ranks.keys() <= seconds.keys():
+        return {}
+    return excesses({n: seconds[n] / (one.steps or 1) / longest for n, one in ranks.items()})
 
 
 def _slowest(more: Mapping[int, float]) -> list[int]:
@@ -160,14 +221,42 @@ def _cause(
     hot = {gpu.uuid for gpu, _ in hot_gpus(facts)}
     if all(ranks[number].gpu in hot for number in slow):
         return "throttled", ""
-    lacking = _excess_of(ranks, "cpu_wait_seconds", longest)
-    if lacking.get(first, 0.0) >= CAUSE_SHARE * share:
-        return "cpu-contention", f"without a CPU for {lacking[first]:.0%} of a step longer"
-    if loading.get(first, 0.0) >= CAUSE_SHARE * share:
-        return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
-    copies = _excess_of(ranks, "transfer_seconds", longest)
-    if copies.get(first, 0.0) >= CAUSE_SHARE * share:
-        return "host-to-device", f"its copies to the GPU take {copies[first]:.0%} of a step longer"
+    if own := _own_work(slow, first, share, ranks, longest):
+        return own
+    lacked = {n: rate * training_seconds(ranks[n]) for n, rate in cpu_waits(facts).items()}
+    lacking = _excess(ranks, lacked, longest).get(first, 0.0)
+    # Loading that takes longer because other processes have the CPU is not the cause.
+    if lacking < CAUSE_SHARE * share:
+        if loading.get(first, 0.0) >= CAUSE_SHARE * share:
+            return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
+        copies = _excess_of(ranks, "transfer_seconds", longest).get(first, 0.0)
+        if copies >= CAUSE_SHARE * share:
+            return "host-to-device", f"its copies to the GPU take {copies:.0%} of a step longer"
+    used = {
+        n: one.cpu_seconds - one.helper_cpu_seconds
+        for n, one in ranks.items()
+        if one.cpu_seconds is not None and one.helper_cpu_seconds is not None
+    }
+    working = _excess(ranks, used, longest).get(first, 0.0)
+    if working >= CAUSE_SHARE * share:
+        return "more-work", f"its main thread uses {working:.0%} of a step more CPU time"
+    if lacking >= CAUSE_SHARE * share:
+        return "cpu-contention", f"without a CPU for {lacking:.0%} of a step longer"
+    return "", ""
+
+
+def _own_work(
+    slow: Sequence[int], first: int, share: float, ranks: Mapping[int, RankFacts], longest: float
+) -> tuple[str, str] | None:
+    """Return what only the slow rank does, or does more of, if that explains the delay."""
+    for cause, does, seconds_of in _ALONE:
+        seconds = {number: seconds_of(rank) for number, rank in ranks.items()}
+        more = _excess(ranks, seconds, longest)[first]
+        # what all ranks do may take one of them longer for another reason
+        is_alone = more * longest * (ranks[first].steps or 1) >= CAUSE_SHARE * seconds[first]
+        if is_alone and more >= CAUSE_SHARE * share:
+            of_training = seconds[first] / training_seconds(ranks[first])
+            return cause, f"it {does} for {of_training:.0%} of its training, the others do not"
     counts = {
         number: rank.samples / rank.steps
         for number, rank in ranks.items()
@@ -177,7 +266,7 @@ def _cause(
         usual = median(value for number, value in counts.items() if number not in slow)
         if counts[first] / usual - 1 >= CAUSE_SHARE * share:
             return "more-samples", f"it has {counts[first] / usual - 1:.0%} more samples per step"
-    return "", ""
+    return None
 
 
 def waits_are_known(facts: Facts) -> bool:

@@ -139,7 +139,7 @@ def facts(**more: Any) -> Facts:
     return Facts("digits-1", "COMPLETED", over=True, **{**well, "job": complete(**well["job"])})
 
 
-ALONE = {"cpu_seconds": 1800.0, "helper_cpu_seconds": 0.0}
+ALONE: dict[str, Any] = {"cpu_seconds": 1800.0, "helper_cpu_seconds": 0.0}
 """CPU time of a rank without loaders, which cannot cause its own waiting."""
 
 
@@ -631,10 +631,62 @@ def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
     assert found.verdict.endswith(words)
 
 
+def waited_for(seconds: float, waited: float | None, **more: Any) -> list[RankFacts]:
+    """Four ranks of 3,000 s, of which rank 0 works between its steps, without a CPU now and then.
+
+    The others' steps take so much longer, and they wait in them as they measured.
+    """
+    nothing = {"save_seconds": 0.0, "evaluation_seconds": 0.0, "seconds": 3000.0, **ALONE}
+    each = {**nothing, "wait_seconds": waited, "cpu_wait_seconds": 30.0}
+    mine = {"wait_seconds": waited and 0.0, "cpu_wait_seconds": 950.0, **more}
+    first = rank(0, **{**each, **mine, "step_seconds": 3000.0 - seconds})
+    return [first, *(rank(number, **each) for number in (1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("late", "kinds", "words"),
+    [
+        (waited_for(1440.0, 1440.0, evaluation_seconds=1440.0), ["slow-evaluation"], "evaluation"),
+        (waited_for(1440.0, 0.0, evaluation_seconds=1440.0), ["slow-evaluation"], "evaluation"),
+        (waited_for(1440.0, None, evaluation_seconds=1440.0), ["slow-evaluation"], "evaluation"),
+        (waited_for(720.0, 720.0, save_seconds=720.0), ["slow-saving"], "checkpoints"),
+        (waited_for(600.0, 600.0, evaluation_seconds=600.0), ["slow-rank"], "it evaluates alone"),
+        (waited_for(1440.0, 1440.0), ["slow-rank"], "in what the script does not count"),
+        (waited_for(1440.0, None), [], ""),  # it may have waited for the others itself
+        (waited_for(0.0, 900.0, cpu_seconds=2700.0), ["slow-rank"], "it computes more"),
+        (waited_for(0.0, 900.0, samples=90_000.0), ["slow-rank"], "it has more samples"),
+        # for a rank that saves within its step, as the script counts it
+        (waited_for(0.0, 900.0, save_seconds=900.0), ["slow-saving"], "checkpoints"),
+        (waited_for(0.0, 900.0), ["slow-rank"], "other processes have its CPUs"),
+    ],
+)
+def test_what_a_rank_does_alone_is_the_cause_and_not_the_cpus(
+    late: list[RankFacts], kinds: list[str], words: str
+) -> None:
+    """The others wait for what rank 0 does; that it lacks a CPU, too, stands beside it."""
+    found = diagnose(facts(ranks=late)).findings
+    assert [one.kind for one in found if one.kind != "cpu-contention"] == kinds
+    for one in found[: len(kinds)]:
+        assert words in one.verdict
+        assert "rank 0 " in one.verdict
+        ends = any("end the other processes" in change.text for change in one.changes)
+        assert ends == ("other processes" in words)
+        if one.kind == "slow-rank" and not ends:
+            assert "other processes also had its CPUs for " in " ".join(one.evidence)
+            assert "cpu-contention" not in [other.kind for other in found]
+
+
+def test_the_end_of_a_training_delays_no_step() -> None:
+    """Rank 0 evaluates alone when all steps are done: nobody waits in a step."""
+    late = [replace(one, seconds=None) for one in waited_for(0.0, 20.0, evaluation_seconds=600.0)]
+    late = [replace(one, wait_seconds=20.0, cpu_wait_seconds=0.0) for one in late]
+    assert diagnose(facts(ranks=late)).findings == ()
+
+
 def test_a_rank_without_a_cpu_is_slow_for_that_reason() -> None:
     """Its contention is the first finding, and collectives are not accused."""
     late = [
-        replace(one, cpu_wait_seconds=930.0 if one.rank == 2 else 20.0, comm_seconds=900.0)
+        replace(one, **ALONE, cpu_wait_seconds=930.0 if one.rank == 2 else 20.0, comm_seconds=900.0)
         for one in slow(2)
     ]
     (found,) = diagnose(facts(ranks=late)).findings
