@@ -230,14 +230,14 @@ def communication(facts: Facts) -> Finding | str | None:
 
 
 def _less_communication(facts: Facts) -> list[Change]:
-    changes: list[Change] = []
     nodes = facts.node_count
+    fewer = "exchange gradients less often: a larger batch per rank, or several steps per exchange "
+    changes = [
+        Change(f"{fewer}(`no_sync`)", touches_accuracy=True),
+        Change("send gradients as bf16: DDP's `bf16_compress_hook`", touches_accuracy=True),
+    ]
     if nodes > 1:
-        text = "accumulate gradients over several steps (`no_sync`), or enlarge DDP's buckets"
-        changes.append(Change(text))
-    changes.append(
-        Change("send gradients as bf16: DDP's `bf16_compress_hook`", touches_accuracy=True)
-    )
+        changes.append(Change("enlarge DDP's buckets (`bucket_cap_mb`)"))
     if nodes > 1 and facts.gpu_count:
         changes.append(Change("check the network card of each rank: `hpml show RUN --ranks`"))
     if nodes > 1:

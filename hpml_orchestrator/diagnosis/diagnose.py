@@ -121,10 +121,15 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     else:
-        if facts.world_size > 1 and contention.contended(facts):
-            told = "communication, and which rank the others wait for"
-            yield _needs("communication", told, "a run whose ranks have their CPUs for themselves")
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
+        if several and contention.contended(facts):
+            told = "communication"
+            told += "" if find_slow(facts).cause else ", and which rank the others wait for"
+            again = "on a node of its own, or when the machine is idle"
+            if facts.on_slurm and not facts.job["resources"]["exclusive"]:
+                again = "with `resources.exclusive: true`"
+            needs = f"a run whose ranks have their CPUs for themselves: run it again {again}"
+            yield _needs("communication", told, needs)
         for kind, name, told, wanted in (
             ("waits-for-data", "data_wait_seconds", "waiting for data", True),
             ("slow-rank", "wait_seconds", "which rank the others wait for", several),

@@ -702,6 +702,22 @@ def test_what_is_advised_can_be_done(over: bool, on_slurm: bool) -> None:
     changes = diagnose(late).findings[0].changes
     assert any("hpml attach" in change.text for change in changes) != over
     assert any(change.field == "resources.exclusive" for change in changes) == on_slurm
+    (blind,) = (one.needs for one in diagnose(late).unknown if one.kind == "communication")
+    again = "with `resources.exclusive: true`" if on_slurm else "or when the machine is idle"
+    assert "run it again " in blind
+    assert blind.endswith(again)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_communication_is_reduced_before_gradients_lose_digits(nodes: int) -> None:
+    """On one node, too: a larger batch or accumulation; both train another model."""
+    (found,) = diagnose(facts(ranks=ranks(comm_seconds=1000.0), node_count=nodes)).findings
+    first, second, *_ = found.changes
+    assert "a larger batch per rank" in first.text
+    assert "no_sync" in first.text
+    assert "bf16_compress_hook" in second.text
+    assert first.touches_accuracy
+    assert second.touches_accuracy
 
 
 def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:
