@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.contention import contended, free_cpus
+from hpml_orchestrator.diagnosis.contention import contended, fewer_threads, free_cpus
 from hpml_orchestrator.diagnosis.model import Change, Finding
 from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.phases import slow_evaluation, slow_saving
@@ -73,6 +73,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
     reason = {
         "": "the cause is not known",
         "cpu-contention": "other processes have its CPUs",
+        "own-contention": "its own threads and loader workers have its CPUs",
         "waits-for-data": "it waits for data",
         "host-to-device": "its copies to the GPU are slow",
         "more-samples": "it has more samples",
@@ -101,6 +102,8 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
     changes: list[Change] = []
     if slow.cause == "cpu-contention":
         return free_cpus(facts, nodes)
+    if slow.cause == "own-contention":
+        return fewer_threads(facts)
     if slow.cause in OWN_WORK:
         return [Change(_LESS_ALONE[slow.cause])]
     if slow.cause == "waits-for-data":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.shares import busy_cpus
@@ -10,6 +11,7 @@ from hpml_orchestrator.diagnosis.shares import busy_cpus
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
+_WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
 BUSY = 0.9  # from this share on the CPUs have no time left
 
 
@@ -22,6 +24,21 @@ def cpus_busy(facts: Facts) -> float | None:
 def cpus_per_rank(facts: Facts) -> int:
     """Return how many CPUs the job asked for, for each rank."""
     return facts.job["resources"]["cpus_per_rank"]
+
+
+def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
+    """Return the argument with the number of loader workers: its index, `--workers=`, the number.
+
+    The second is empty if the number is an argument of its own.
+    """
+    args = facts.job["args"]
+    for index, word in enumerate(args):
+        if match := _WORKERS.fullmatch(word):
+            value = match[2] or "".join(args[index + 1 : index + 2])
+            if value.isdecimal():
+                is_joined = match[2] is not None
+                return index + (not is_joined), f"{match[1]}=" * is_joined, int(value)
+    return None
 
 
 def more_cpus(facts: Facts, wanted: int) -> int | None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import BUSY, cpus_busy, cpus_per_rank, more_cpus
+from hpml_orchestrator.diagnosis.capacity import (
+    cpus_busy,
+    cpus_per_rank,
+    more_cpus,
+    worker_argument,
+)
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import cpu_waits, find, nodes_text
-from hpml_orchestrator.diagnosis.slow_ranks import OWN_WORK, crowded, find_slow
+from hpml_orchestrator.diagnosis.slow_ranks import OWN_WORK, crowded, find_slow, own_waits
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
+from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,11 +58,49 @@ def cpu_contention(facts: Facts) -> Finding | str | None:
     return found or f"ranks lacked a CPU for {share:.0%} of the training"
 
 
+def own_contention(facts: Facts) -> Finding | None:
+    """Return whether ranks could run but their own threads and loader workers had their CPUs."""
+    waits = own_waits(facts)
+    if not waits or crowded(facts) or find_slow(facts).cause == "own-contention":
+        return None
+    most = max(facts.ranks, key=lambda rank: waits.get(rank.rank, 0.0))
+    share = waits[most.rank]
+    had = f"its own threads and loader workers had its {counted(len(most.cpus or ()), 'CPU')}"
+    return find(
+        facts,
+        "own-contention",
+        share,
+        f"this job's own threads take the CPUs of its ranks: {share:.0%} of the training",
+        [f"{share:.0%} of the training on rank {most.rank}: it was ready to run, but {had}"],
+        fewer_threads(facts),
+        saves=share,
+        of_steps=True,
+    )
+
+
+def fewer_threads(facts: Facts) -> list[Change]:
+    """Return what gives each rank as many CPUs as its threads and loader workers need."""
+    cpus, changes = cpus_per_rank(facts), []
+    place, name, workers = worker_argument(facts) or (0, "", 0)
+    set_threads = facts.job["environment"]["variables"].get("OMP_NUM_THREADS", "")
+    if set_threads.isdecimal() and int(set_threads) > cpus:
+        text = f"compute with as many threads as the rank has CPUs, not {set_threads}"
+        changes.append(Change(text, "environment.variables.OMP_NUM_THREADS", str(cpus)))
+    if workers and workers + 1 > cpus:
+        if more_cpus(facts, wanted := cpus + workers) == wanted:
+            text = f"ask for {wanted} CPUs per rank: for it and its {counted(workers, 'loader')}"
+            changes.append(Change(text, "resources.cpus_per_rank", wanted))
+        text = "load the data in the rank itself: no CPU is free for loader workers"
+        changes.append(Change(text, f"args.{place}", f"{name}0"))
+    if not changes:
+        text = f"start no more threads and loader workers than the rank has CPUs: {cpus}"
+        changes.append(Change(f"{text} (`torch.set_num_threads`, `num_workers`)"))
+    return changes
+
+
 def free_cpus(facts: Facts, nodes: Sequence[str]) -> list[Change]:
     """Return what gives ranks on these nodes CPUs that other processes have now."""
     changes: list[Change] = []
-    if (cpus_busy(facts) or 0.0) >= BUSY:
-        changes.append(Change("start fewer threads and loader workers (`OMP_NUM_THREADS`)"))
     if more := more_cpus(facts, cpus_per_rank(facts) + 1):
         text = f"ask for {more} CPUs per rank, for its threads and loader workers"
         changes.append(Change(text, "resources.cpus_per_rank", more))

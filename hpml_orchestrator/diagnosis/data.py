@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from hpml_orchestrator.diagnosis.capacity import (
     cpus_per_rank,
     fits_in_ram,
     more_cpus,
+    worker_argument,
 )
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import step_shares
@@ -34,7 +34,6 @@ from hpml_orchestrator.records.texts import human_bytes, seconds_text
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
-_WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
 _SMALL_FILE_BYTES = 128 << 10
 _MANY_FILES = 10_000
 _LITTLE_BYTES = 1 << 20  # per second; less is the program itself
@@ -155,8 +154,8 @@ def _loader_cpu(facts: Facts) -> tuple[float, float] | None:
     Counters cover the whole training: the rest of it may have used all CPUs, or none. Workers load
     all the time if their rank waits for data.
     """
-    found, bounds = _argument(facts), []
-    workers = found[1] if found else facts.job["binding"]["loader_workers"] or None
+    found, bounds = worker_argument(facts), []
+    workers = found[2] if found else facts.job["binding"]["loader_workers"] or None
     for rank in facts.ranks:
         waited, seconds = part(rank, "data_wait_seconds"), training_seconds(rank)
         if rank.cpu_seconds is None or rank.helper_cpu_seconds is None or not waited:
@@ -228,18 +227,6 @@ def _stage(facts: Facts) -> Change:
     return Change(text, "stage", [entry], also={data.field: data.word})
 
 
-def _argument(facts: Facts) -> tuple[str, int, str] | None:
-    """Return the field of the argument that sets the loader workers, their number, its option."""
-    args = facts.job["args"]
-    for index, word in enumerate(args):
-        match = _WORKERS.fullmatch(word)
-        value = match and (match[2] or "".join(args[index + 1 : index + 2]))
-        if match and value and value.isdecimal():
-            place, option = (index, f"{match[1]}=") if match[2] else (index + 1, "")
-            return f"args.{place}", int(value), option
-    return None
-
-
 def _has_idle_cpu(facts: Facts) -> bool:
     busy = cpus_busy(facts)
     if _burns_cpu(facts) is False:  # while a loader waits, its CPU is idle
@@ -249,7 +236,7 @@ def _has_idle_cpu(facts: Facts) -> bool:
 
 def _workers(facts: Facts) -> list[Change]:
     """Return more loader workers, with the cores that they need and a node has."""
-    is_idle, found = _has_idle_cpu(facts), _argument(facts)
+    is_idle, found = _has_idle_cpu(facts), worker_argument(facts)
     more = None if is_idle else more_cpus(facts, cpus_per_rank(facts) + 2)
     text = "start more loader workers (`num_workers` of the DataLoader)"
     if not is_idle and more is None:
@@ -258,11 +245,11 @@ def _workers(facts: Facts) -> list[Change]:
         # CPUs alone, without more workers in the program, would be idle: this is advice
         cores = f", with `resources.cpus_per_rank: {more}`" if more else ": there are idle cores"
         return [Change(text + cores)]
-    field, workers, option = found
+    place, option, workers = found
     count = max(workers * 2, workers + 2)
     text = f"start {count} loader workers per rank" + (f" and {more} CPUs per rank" if more else "")
     also = {"resources.cpus_per_rank": more} if more else {}
-    return [Change(text, field, f"{option}{count}", also=also)]
+    return [Change(text, f"args.{place}", f"{option}{count}", also=also)]
 
 
 def slow_storage(facts: Facts) -> Finding | str | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     contention.cpu_contention,
+    contention.own_contention,
     data.waits_for_data,
     balance.slow_rank,
     balance.wrong_binding,

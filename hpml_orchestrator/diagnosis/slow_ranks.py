@@ -223,8 +223,12 @@ def _cause(
         return "throttled", ""
     if own := _own_work(slow, first, share, ranks, longest):
         return own
-    lacked = {n: rate * training_seconds(ranks[n]) for n, rate in cpu_waits(facts).items()}
-    lacking = _excess(ranks, lacked, longest).get(first, 0.0)
+
+    def lacked(waits: Mapping[int, float]) -> float:
+        seconds = {n: waits[n] * training_seconds(one) for n, one in ranks.items() if n in waits}
+        return _excess(ranks, seconds, longest).get(first, 0.0)
+
+    lacking, own_lacking = lacked(cpu_waits(facts)), lacked(own_waits(facts))
     # Loading that takes longer because other processes have the CPU is not the cause.
     if lacking < CAUSE_SHARE * share:
         if loading.get(first, 0.0) >= CAUSE_SHARE * share:
@@ -242,6 +246,8 @@ def _cause(
         return "more-work", f"its main thread uses {working:.0%} of a step more CPU time"
     if lacking >= CAUSE_SHARE * share:
         return "cpu-contention", f"without a CPU for {lacking:.0%} of a step longer"
+    if own_lacking >= CAUSE_SHARE * share:
+        return "own-contention", f"without a CPU for {own_lacking:.0%} of a step longer"
     return "", ""
 
 
@@ -267,6 +273,19 @@ def _own_work(
         if counts[first] / usual - 1 >= CAUSE_SHARE * share:
             return "more-samples", f"it has {counts[first] / usual - 1:.0%} more samples per step"
     return None
+
+
+def own_waits(facts: Facts) -> dict[int, float]:
+    """Return for each rank the least share of its training in which its helpers had its CPUs."""
+    found = {}
+    for rank in facts.ranks:
+        if rank.rank in cpu_waits(facts) and rank.cpus:
+            seconds, helpers = training_seconds(rank), (rank.helper_cpu_seconds or 0.0)
+            # at least: the CPUs that the rank and its helpers left may all be other processes'
+            others = max(0.0, seconds - (rank.cpu_seconds or 0.0) / len(rank.cpus))
+            waited = min(rank.cpu_wait_seconds or 0.0, seconds) - others
+            found[rank.rank] = max(0.0, min(waited, helpers / len(rank.cpus))) / seconds
+    return found
 
 
 def waits_are_known(facts: Facts) -> bool:

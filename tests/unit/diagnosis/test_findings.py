@@ -306,7 +306,7 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
     ),
     "loaders on the ranks' own CPUs": (
         facts(ranks=ranks(cpu_wait_seconds=1200.0, cpu_seconds=12e3, helper_cpu_seconds=9e3)),
-        [],
+        ["own-contention"],
     ),
     "loaders and other processes on the CPUs": (
         facts(ranks=ranks(cpu_wait_seconds=1200.0, cpu_seconds=6e3, helper_cpu_seconds=4e3)),
@@ -691,6 +691,36 @@ def test_a_rank_without_a_cpu_is_slow_for_that_reason() -> None:
     ]
     (found,) = diagnose(facts(ranks=late)).findings
     assert found.verdict.endswith("other processes have its CPUs")
+
+
+@pytest.mark.parametrize(
+    ("variables", "args", "node_cpus", "change"),
+    [
+        ({"OMP_NUM_THREADS": "8"}, [], 2, ("environment.variables.OMP_NUM_THREADS", "1")),
+        ({}, ["--workers=2"], 8, ("resources.cpus_per_rank", 3)),
+        ({}, ["--workers=2"], 4, ("args.0", "--workers=0")),
+        ({}, ["--num_workers", "2"], None, ("args.1", "0")),
+        ({}, [], 8, ("", None)),  # threads that the program starts by itself
+    ],
+)
+@pytest.mark.parametrize("late", [(0, 1, 2, 3), (0,)])
+def test_own_threads_are_not_the_processes_of_others(
+    late: tuple[int, ...], variables: Any, args: list[str], node_cpus: int | None, change: Any
+) -> None:
+    """Eight threads, or two loader workers, on the one core of each rank or of a slow one."""
+    alone = [replace(one, cpus=[one.rank % 2]) for one in (slow() if len(late) == 1 else ranks())]
+    busy = {"cpu_wait_seconds": 2000.0, "cpu_seconds": 3100.0, "helper_cpu_seconds": 2200.0}
+    busy = busy if len(late) > 1 else {**busy, "wait_seconds": 0.0}
+    calm = {"cpu_wait_seconds": 0.0, **ALONE, "wait_seconds": 2000.0} if len(late) == 1 else {}
+    own = [replace(one, **(busy if one.rank in late else calm)) for one in alone]
+    resources = {**JOB["resources"], "cpus_per_rank": 1}
+    environment = {"variables": variables}
+    job = {**JOB, "resources": resources, "args": args, "environment": environment}
+    (found,) = diagnose(facts(ranks=own, job=job, node_cpus=node_cpus, data=None)).findings
+    assert found.kind == ("own-contention" if len(late) > 1 else "slow-rank")
+    assert "own threads" in found.verdict
+    assert (found.changes[0].field, found.changes[0].value) == change
+    assert not any("other processes" in one.text for one in found.changes)
 
 
 @pytest.mark.parametrize("over", [True, False])
