@@ -221,33 +221,44 @@ def _cause(
     hot = {gpu.uuid for gpu, _ in hot_gpus(facts)}
     if all(ranks[number].gpu in hot for number in slow):
         return "throttled", ""
-    if own := _own_work(slow, first, share, ranks, longest):
-        return own
+    return _own_work(slow, first, share, ranks, longest) or _late_by(
+        facts, first, share, loading, ranks, longest
+    )
+
+
+def _late_by(
+    facts: Facts,
+    first: int,
+    share: float,
+    loading: Mapping[int, float],
+    ranks: Mapping[int, RankFacts],
+    longest: float,
+) -> tuple[str, str]:
+    """Return what all ranks do and takes the slow one longer."""
 
     def lacked(waits: Mapping[int, float]) -> float:
         seconds = {n: waits[n] * training_seconds(one) for n, one in ranks.items() if n in waits}
         return _excess(ranks, seconds, longest).get(first, 0.0)
 
     lacking, own_lacking = lacked(cpu_waits(facts)), lacked(own_waits(facts))
-    # Loading that takes longer because other processes have the CPU is not the cause.
-    if lacking < CAUSE_SHARE * share:
-        if loading.get(first, 0.0) >= CAUSE_SHARE * share:
-            return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
-        copies = _excess_of(ranks, "transfer_seconds", longest).get(first, 0.0)
-        if copies >= CAUSE_SHARE * share:
-            return "host-to-device", f"its copies to the GPU take {copies:.0%} of a step longer"
+    copies = _excess_of(ranks, "transfer_seconds", longest).get(first, 0.0)
     used = {
         n: one.cpu_seconds - one.helper_cpu_seconds
         for n, one in ranks.items()
         if one.cpu_seconds is not None and one.helper_cpu_seconds is not None
     }
-    working = _excess(ranks, used, longest).get(first, 0.0)
-    if working >= CAUSE_SHARE * share:
-        return "more-work", f"its main thread uses {working:.0%} of a step more CPU time"
-    if lacking >= CAUSE_SHARE * share:
-        return "cpu-contention", f"without a CPU for {lacking:.0%} of a step longer"
-    if own_lacking >= CAUSE_SHARE * share:
-        return "own-contention", f"without a CPU for {own_lacking:.0%} of a step longer"
+    working, least = _excess(ranks, used, longest).get(first, 0.0), CAUSE_SHARE * share
+    # Loading that takes longer because other processes have the CPU is not the cause.
+    waited, late = loading.get(first, 0.0) * (lacking < least), copies * (lacking < least)
+    for cause, excess, why in (
+        ("waits-for-data", waited, "it waits {:.0%} of a step longer for its data"),
+        ("host-to-device", late, "its copies to the GPU take {:.0%} of a step longer"),
+        ("more-work", working, "its main thread uses {:.0%} of a step more CPU time"),
+        ("cpu-contention", lacking, "without a CPU for {:.0%} of a step longer"),
+        ("own-contention", own_lacking, "without a CPU for {:.0%} of a step longer"),
+    ):
+        if excess >= least:
+            return cause, why.format(excess)
     return "", ""
 
 
