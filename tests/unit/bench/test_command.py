@@ -48,7 +48,7 @@ def status(node: Mapping[str, Any]) -> int:
 
 
 def test_results_are_kept_and_compared(tmp_path: Path) -> None:
-    """The second run has the first one as its history; nothing but the results is left."""
+    """The fourth run has the first three as its history; nothing but the results is left."""
     desk = Desk(tmp_path)
     (tmp_path / "data").mkdir()
     done = bench(desk, "--shared", "data", "--json")
@@ -64,13 +64,15 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     kept = Path(first["kept"])
     assert kept == tmp_path / "records" / "bench"
     assert list((tmp_path / "data").iterdir()) == []
-    # As if the same node had been a thousand times as fast yesterday.
+    # As if the same node had been a thousand times as fast on three days, and nobody beside it.
     (path,) = kept.glob("*/*/*.json")
     record = json.loads(path.read_text())
     for figure in record["figures"].values():
         figure.update(value=figure["value"] * 1000, spread=0.0)
     path.unlink()
-    (path.parent / "yesterday.json").write_text(json.dumps({**record, "run": "yesterday"}))
+    for day in ("monday", "tuesday", "wednesday"):
+        text = json.dumps({**record, "run": day, "load": 0.0})
+        (path.parent / f"{day}.json").write_text(text)
     done = bench(desk, "--shared", "data", "--json")
     (again,) = json.loads(done.stdout)["nodes"]
     figures = again["figures"]
