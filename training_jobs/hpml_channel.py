@@ -17,9 +17,9 @@ Outside hpml (without `HPML_CHANNEL`) every call does nothing. No call raises or
 
 Each message is a datagram of at most 8 KiB with a JSON object, to an abstract unix socket:
 `{"v": 1, "type": "event" | "result" | "hello", "event": NAME, "time": SECONDS, "rank": 0,
-"local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. The only answer, at any time, is
-`{"v": 1, "stop": REASON}`. Counters are sums since the process began, so a lost datagram loses
-nothing. `"step_buckets": {"4": 1200, ...}` counts steps by STEP_BOUNDS_SECONDS.
+"local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. The only answer is `{"v": 1, "stop":
+REASON}`. Counters are sums since the process began; `"step_buckets": {"4": 1200, ...}` counts steps
+by STEP_BOUNDS_SECONDS.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-
-__all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
 MAX_DATAGRAM_BYTES, STEP_EVERY_SECONDS = 8192, 1.0
 ALWAYS_SENT = ["samples_total", "steps_total", "data_wait_seconds_total", "step_seconds_total"]
@@ -104,7 +103,7 @@ class Channel:
         `samples`, `steps`, `step_seconds` (of several steps: their sum) and its parts
         `data_wait_seconds`, `transfer_seconds` (to the device), `wait_seconds` (for slower ranks),
         `comm_seconds` (see `gauge`); `save_seconds`, `evaluation_seconds`; or any other. Added are
-        `cpu_wait_seconds` (this thread had no CPU), `cpu_seconds` and `helper_cpu_seconds`.
+        `cpu_wait_seconds` (this thread had no CPU) and CPU times, see `_cpu_times`.
         """
         if self._socket is None:
             return
@@ -174,14 +173,10 @@ class Channel:
         return self._stop
 
     def _send_step(self, *, keep: bool = True) -> None:
+        if time.time() - (self._counted_at or 0.0) < STEP_EVERY_SECONDS:  # not after the steps
+            with suppress(OSError, LookupError):
+                self._totals.update(_cpu_times())
         data, self._news = {**self._totals, **self._gauges}, False
-        with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
-            ran, waited, _ = map(int, counted.read().split())
-            # A rank may wait for a CPU that its own loaders use. They are counted too, or a report
-            # would blame other users' processes.
-            data["cpu_wait_seconds_total"] = waited / 1e9
-            data["cpu_seconds_total"] = used = _cpu_seconds(os.getpid())
-            data["helper_cpu_seconds_total"] = max(0.0, used - ran / 1e9)
         buckets = {str(i): count for i, count in enumerate(self._buckets) if count}
         more = {"step_buckets": buckets} if buckets else {}
         self._send("event", "step", data=data, keep=keep, time=self._counted_at, **more)
@@ -192,26 +187,41 @@ class Channel:
             return
         who = {"time": time.time(), **self._who, "pid": os.getpid()}
         with suppress(Exception):  # a value of the user's own type may raise anything
-            datagram = _encode({"v": 1, "type": kind, "event": event, **who, **more})
-            if len(datagram) <= MAX_DATAGRAM_BYTES:
-                self._unsent.append(datagram)
+            message = {"v": 1, "type": kind, "event": event, **who, **more}
+            text = json.dumps(message, default=lambda one: getattr(one, "item", one.__str__)())
+            if "NaN" in text or "Infinity" in text:
+                text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+            if len(text) <= MAX_DATAGRAM_BYTES:
+                self._unsent.append(text.encode("ascii"))
                 if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):
                     return
                 self._unsent.pop()
         self.dropped += 1
 
     def _send_unsent(self) -> bool:
-        """Send the waiting datagrams; return False if the socket is still full."""
         while self._unsent and self._socket is not None:
             try:
                 self._socket.sendto(self._unsent[0], self._address)
                 self.sent += 1
             except BlockingIOError:
-                return False
+                return False  # the socket is still full
             except OSError:  # nobody listens: nothing to wait for
                 self.dropped += 1
             self._unsent.popleft()
         return True
+
+
+def _cpu_times() -> dict[str, float]:
+    me, threads = threading.current_thread(), {}
+    for thread in threading.enumerate():
+        with suppress(OSError), open(f"/proc/self/task/{thread.native_id}/schedstat") as counted:
+            threads[thread] = [int(one) / 1e9 for one in counted.read().split()[:2]]
+    ran, waited = threads.pop(me)
+    used, python = _cpu_seconds(os.getpid()), sum(other[0] for other in threads.values())
+    # in all; without this thread; of loaders; of Python's other threads: none is another user's
+    names = "cpu_wait", "cpu", "helper_cpu", "loader_cpu", "python_cpu"
+    seconds = waited, used, used - ran, used - sum(os.times()[:2]), python
+    return {f"{name}_seconds_total": max(0.0, n) for name, n in zip(names, seconds)}  # noqa: B905 - Python 3.9
 
 
 def _cpu_seconds(pid: int | str) -> float:
@@ -225,26 +235,16 @@ def _cpu_seconds(pid: int | str) -> float:
     return seconds
 
 
-def _encode(message: dict[str, object]) -> bytes:
-    text = json.dumps(message, default=lambda value: getattr(value, "item", value.__str__)())
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=lambda _: None))
-    return text.encode("ascii")
-
-
 def _amount(value: Any) -> float | None:
-    """Return a valid increment of a counter, else None: a wrong one must not end a training."""
-    try:
+    with suppress(Exception):  # a value of the user's own type may raise anything
         return value if 0 <= value < MOST_AMOUNT else None
-    except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
-        return None
+    return None
 
 
 def _write_stacks_on_signal() -> dict[str, int]:
-    try:
+    with suppress(OSError, AttributeError, RuntimeError, ValueError):  # another system, full table
         # A file in memory: the agent reads it through /proc even if this process hangs.
         number, fd = signal.SIGRTMAX - 3, os.memfd_create("hpml-stacks")
         faulthandler.register(number, file=fd, all_threads=True)
-    except (OSError, AttributeError, RuntimeError, ValueError):  # another system, a full table
-        return {}
-    return {"stacks_fd": fd, "stacks_signal": int(number)}
+        return {"stacks_fd": fd, "stacks_signal": int(number)}
+    return {}

@@ -80,6 +80,8 @@ def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
         assert 0 <= first["cpu_wait_seconds_total"] <= step.pop("cpu_wait_seconds_total")
         assert first["helper_cpu_seconds_total"] >= 0
         assert step.pop("cpu_seconds_total") >= step.pop("helper_cpu_seconds_total") >= 0
+        assert step.pop("loader_cpu_seconds_total") >= 0
+        assert step.pop("python_cpu_seconds_total") >= 0
     assert step == {**totals, "step_seconds_total": 1.0, "loss": 0.5, "epoch": 2}
     assert (reader.refused, channel.dropped) == (0, 0)
 
@@ -157,6 +159,68 @@ def test_the_time_between_steps_is_counted(reader: ChannelReader) -> None:
     assert last.data["evaluation_seconds_total"] >= 0.02
     assert (last.data["save_seconds_total"], last.data["steps_total"]) == (2.0, 1)
     assert last.time <= counted
+
+
+COUNTED = pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="the kernel does not count"
+)
+
+
+def burn(seconds: float) -> None:
+    """Use a CPU."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+@COUNTED
+def test_the_cpu_time_of_loaders_and_threads_is_told_apart(reader: ChannelReader) -> None:
+    """A child process and a thread of Python beside the training's: each has its counter."""
+    spun, over = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        burn(0.3)
+        spun.set()
+        over.wait(PATIENCE_SECONDS)  # what has ended is not counted
+
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.count(steps=1)
+        loader = "import time\nwhile time.process_time() < 0.5: pass"
+        subprocess.run([sys.executable, "-c", loader], check=True)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        assert spun.wait(PATIENCE_SECONDS)
+        channel.count(steps=1)
+        channel.close()
+    over.set()
+    thread.join()
+    first, last = (event.data for event in written(reader))
+    names = ("loader_cpu", "python_cpu", "helper_cpu", "cpu")
+    loaders, python, helpers, whole = (
+        last[f"{name}_seconds_total"] - first[f"{name}_seconds_total"] for name in names
+    )
+    assert 0.45 < loaders < 5
+    assert 0.25 < python < 5
+    assert loaders + python - 0.1 < helpers <= whole
+
+
+@COUNTED
+def test_an_evaluation_after_the_last_step_is_no_cpu_time_of_the_steps(
+    reader: ChannelReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last counters have the time of the last step, so their CPU time must be as old."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.count(steps=1)
+        channel.count(steps=1)
+        burn(0.1)
+        later = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() + 2)
+        monkeypatch.setattr(hpml_channel, "time", later)
+        channel.close()
+    first, last = (event.data for event in written(reader))
+    assert last["steps_total"] == 2
+    assert last["cpu_seconds_total"] == first["cpu_seconds_total"]
 
 
 def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
