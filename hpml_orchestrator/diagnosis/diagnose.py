@@ -6,9 +6,24 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis import balance, contention, data, gpu, phases, resources
+from hpml_orchestrator.diagnosis import (
+    balance,
+    contention,
+    data,
+    gpu,
+    phases,
+    resources,
+    uncounted,
+)
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
-from hpml_orchestrator.diagnosis.shares import hours, is_judged, shares, step_seconds, steps_known
+from hpml_orchestrator.diagnosis.shares import (
+    hours,
+    is_judged,
+    shares,
+    step_seconds,
+    steps_known,
+    steps_suffice,
+)
 from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
@@ -48,6 +63,8 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     phases.slow_start,
     phases.slow_saving,
     phases.slow_evaluation,
+    uncounted.uncounted_time,
+    uncounted.own_threads,
 )
 """Each returns a finding, a sentence with figures if nothing is wrong, or None without data."""
 
@@ -96,6 +113,8 @@ def _worth(facts: Facts, one: Finding) -> float:
 
 def _unknown(facts: Facts) -> Iterator[Finding]:
     """Yield a finding of level `unknown` for each missing source of data."""
+    if rest := uncounted.unexplained_rest(facts):
+        yield rest
     yield from _unknown_steps(facts)
     yield from _unknown_use(facts)
     if facts.ranks and all(rank.bound_as_planned is None for rank in facts.ranks):
@@ -116,11 +135,14 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
             lasted = "ended after" if facts.over else "has run for"
             needs = f"a longer run: this one {lasted} {seconds_text(took)} and reported no step"
         yield _needs("waits-for-data", what, needs)
-    elif not steps_known(facts):
+    elif not steps_suffice(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)
         had = f"{steps:g} in {math.floor(step_seconds(facts) * 10) / 10:g} s"
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
+    elif not steps_known(facts):
+        needs = "`channel.timed(...)` around what the script does between the steps"
+        yield _needs("waits-for-data", what, f"{needs}: most of the training is not counted")
     else:
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
         if several and contention.contended(facts):

@@ -31,9 +31,12 @@ class RankFacts:
     cpu_wait_seconds: float | None = None  # ready to run, but its CPUs were taken
     cpu_seconds: float | None = None  # CPU time of its process and of its loaders
     helper_cpu_seconds: float | None = None  # the same without the thread that trains
+    loader_cpu_seconds: float | None = None  # of its loaders alone
+    python_cpu_seconds: float | None = None  # of the other threads that Python started
     save_seconds: float | None = None
     saves: int | None = None  # checkpoints that it reported
     evaluation_seconds: float | None = None
+    other_seconds: float | None = None  # in `timed` blocks with names of the script's own
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all
     slowest_steps: float | None = None  # those of them in which it waited least
     cpus: Sequence[int] | None = None  # that it may use
@@ -224,10 +227,14 @@ class Diagnosis:
             return f"it ended {self.facts.state}: {why}"
         if self.is_clear:
             return "nothing found that holds it back"
+        for one in self.unknown:
+            if one.kind == "unexplained-rest":
+                return f"unknown: {one.verdict}"
         return "not enough data to say what holds it back"
 
     @property
     def is_clear(self) -> bool:
         """Whether enough is known to say that nothing holds the run back."""
         unknown = {one.kind for one in self.unknown}
-        return not self.findings and bool(self.healthy) and "waits-for-data" not in unknown
+        is_known = unknown.isdisjoint({"waits-for-data", "unexplained-rest"})
+        return not self.findings and bool(self.healthy) and is_known

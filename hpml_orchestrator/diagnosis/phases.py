@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.balance import contended
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
-from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_known
+from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_suffice, uncounted_shares
 from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
 from hpml_orchestrator.records.texts import seconds_text
@@ -32,7 +32,11 @@ _ADVICE = {
 _NETWORK = "check the network between the nodes: `NCCL_DEBUG=INFO`, NCCL_SOCKET_IFNAME"
 _APART = 'tell both apart: `channel.event("preparation")` after `init_process_group`'
 
-_OF_TRAINING = {"evaluation_seconds": "evaluation", "save_seconds": "checkpoints"}
+_OF_TRAINING = {
+    "evaluation_seconds": "evaluation",
+    "save_seconds": "checkpoints",
+    "other_seconds": "other timed blocks",
+}
 
 
 def time_text(facts: Facts) -> str:
@@ -46,6 +50,8 @@ def time_text(facts: Facts) -> str:
             text: max((getattr(rank, name) or 0.0 for rank in facts.ranks), default=0.0) / training
             for name, text in _OF_TRAINING.items()
         }
+        outside = max(uncounted_shares(facts).values(), default=0.0)
+        beside["outside of what the script counts"] = outside
         texts.append(_percent(beside, "of the training: "))
     parts = step_shares(facts.ranks)
     if len(parts) > 1:
@@ -141,7 +147,7 @@ def _beside(
     """Return a finding about seconds that are not part of the steps."""
     values = [getattr(rank, name) for rank in facts.ranks if getattr(rank, name) is not None]
     training = facts.phases.get("training")
-    if not values or not training or not steps_known(facts):
+    if not values or not training or not steps_suffice(facts):
         return None
     seconds = max(values)  # one rank saves, the others wait for it
     share = min(1.0, seconds / training)

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import JobFields
 
 _SHOWN = 4
+_MOST = 0.5  # of a training; while more is uncounted, shares of the steps accuse nobody
 _IDLE = 0.02  # share of the time with a kernel
 
 
 def steps_known(facts: Facts) -> bool:
-    """Whether enough steps were counted to judge them."""
+    """Whether enough steps were counted to judge them, and most of the training is counted."""
+    return steps_suffice(facts) and max(uncounted_shares(facts).values(), default=0.0) < _MOST
+
+
+def steps_suffice(facts: Facts) -> bool:
+    """Whether enough steps were counted to judge the training."""
     return (
         bool(facts.ranks)
         and max((rank.steps or 0 for rank in facts.ranks), default=0) >= FEW_STEPS
@@ -64,8 +70,18 @@ def uncounted_seconds(rank: RankFacts) -> float:
     return training_seconds(rank) - _counted_seconds(rank)
 
 
+def uncounted_shares(facts: Facts) -> dict[int, float]:
+    """Return by rank `uncounted_seconds` as a share of its training."""
+    return {
+        rank.rank: uncounted_seconds(rank) / training_seconds(rank)
+        for rank in facts.ranks
+        if rank.step_seconds
+    }
+
+
 def _counted_seconds(rank: RankFacts) -> float:
-    return sum(filter(None, (rank.step_seconds, rank.save_seconds, rank.evaluation_seconds)))
+    names = ("step_seconds", "save_seconds", "evaluation_seconds", "other_seconds")
+    return sum(getattr(rank, name) or 0.0 for name in names)
 
 
 def cpu_waits(facts: Facts) -> dict[int, float]:
@@ -77,7 +93,7 @@ def cpu_waits(facts: Facts) -> dict[int, float]:
     #   waiting time.
     # The truth is between both bounds; their mean is reported. Without the CPU times nothing is:
     # the rank's own loaders could cause all of its waiting.
-    if not steps_known(facts):
+    if not steps_suffice(facts):
         return {}
     found = {}
     for rank in facts.ranks:

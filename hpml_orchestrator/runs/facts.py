@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _COUNTERS = (
     "seconds samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds "
-    "comm_seconds cpu_wait_seconds cpu_seconds helper_cpu_seconds save_seconds evaluation_seconds "
-    "measured_steps slowest_steps"
+    "comm_seconds cpu_wait_seconds cpu_seconds helper_cpu_seconds loader_cpu_seconds "
+    "python_cpu_seconds save_seconds evaluation_seconds measured_steps slowest_steps"
 ).split()
 _GPU = (
     "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio memory_peak_bytes "
@@ -169,7 +169,13 @@ def _ranks(summary: Summary) -> list[RankFacts]:
     for number in sorted({*places, *counters}):
         counted = counters.get(number, {})
         known: dict[str, Any] = {name: counted[name] for name in _COUNTERS if name in counted}
-        rank = RankFacts(number, saves=len(saves.get(number, ())) or None, **known)
+        own = [counted[name] for name in counted if name.endswith("_seconds") and name not in known]
+        rank = RankFacts(
+            number,
+            saves=len(saves.get(number, ())) or None,
+            other_seconds=sum(own) if own else None,
+            **known,
+        )
         if place := places.get(number):
             rank = replace(
                 rank,

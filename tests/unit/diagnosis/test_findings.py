@@ -166,10 +166,35 @@ def slow(number: int = 1, **more: Any) -> list[RankFacts]:
     return sorted([*others, rank(number, wait_seconds=0.0, **more)], key=lambda one: one.rank)
 
 
+def on_cpus(thread: float, python: float = 0.0, framework: float = 0.0, **more: Any) -> Facts:
+    """The run on CPUs alone, of which each rank's threads used so many of 3,000 s."""
+    helpers = python + framework
+    used = {
+        "cpu_seconds": thread + helpers,
+        "helper_cpu_seconds": helpers,
+        "loader_cpu_seconds": 0.0,
+        "python_cpu_seconds": python,
+        "cpu_wait_seconds": 100.0,
+        **more,
+    }
+    return without_gpus(
+        ranks=[replace(one, gpu="", transfer_seconds=None, **used) for one in ranks()]
+    )
+
+
 STAGE = {"name": "d", "source": "/data", "target": "local", "distribution": "shared"}
 FAULTS: dict[str, tuple[Facts, list[str]]] = {
     "healthy": (facts(), []),
     "healthy without GPUs": (without_gpus(), []),
+    "busy on CPUs": (on_cpus(2900.0, 100.0), []),
+    "busy on CPUs in the framework's threads": (on_cpus(50.0, 600.0, 11e3), []),
+    "a thread of the script": (on_cpus(650.0, 2200.0), ["own-threads"]),
+    "a thread of the script beside": (on_cpus(2700.0, 2900.0), []),
+    "much between the steps": (
+        facts(ranks=ranks(seconds=3400.0, step_seconds=600.0)),
+        ["uncounted-time"],
+    ),
+    "a little between the steps": (facts(ranks=ranks(seconds=3400.0)), []),
     "data": (facts(ranks=ranks(data_wait_seconds=900.0)), ["waits-for-data"]),
     "a little data": (facts(ranks=ranks(data_wait_seconds=299.0)), []),
     "data of one rank": (facts(ranks=slow(data_wait_seconds=930.0)), ["slow-rank"]),
@@ -507,6 +532,51 @@ def test_short_runs(steps: float, seconds: float, level: str | None, had: str) -
     assert f"\ntime      {found.time}\n" in text(found)
     assert found.time in markdown(found)
     assert to_json(found)["time"] == found.time
+
+
+def test_what_the_uncounted_time_is_known_to_hold() -> None:
+    """Its rank and its CPU time; what is a share of the few counted steps accuses nobody."""
+    cpu = {"cpu_seconds": 1500.0, "helper_cpu_seconds": 0.0}
+    each = {"step_seconds": 600.0, "data_wait_seconds": 500.0, "wait_seconds": 20.0, **cpu}
+    alone = [rank(n, **{**each, "seconds": 3400.0 * (n == 2)}) for n in range(4)]
+    alone[2] = replace(alone[2], cpu_seconds=2500.0)
+    found = diagnose(facts(ranks=alone))
+    assert [one.kind for one in found.findings] == ["uncounted-time"]
+    assert found.headline == "79% of the training lies outside of what the script counts"
+    evidence = " ".join(found.findings[0].evidence)
+    assert "44:30 on rank 2" in evidence
+    assert "used 1770 to 2500 s of CPU there, and 1000 s more than" in evidence
+    assert (
+        "of the training: evaluation 3%, checkpoints 1%, outside of what the script counts 79%"
+        in (found.time)
+    )
+    assert any("most of the training is not counted" in one.needs for one in found.unknown)
+    counted = diagnose(facts(ranks=[replace(one, other_seconds=2600.0) for one in alone]))
+    assert "uncounted-time" not in [one.kind for one in counted.findings]
+    assert "other timed blocks 76%" in counted.time
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (on_cpus(500.0), "the thread of rank 0 used at most 18% of a core there"),
+        (on_cpus(500.0, python_cpu_seconds=None), "needs the newest `hpml_channel.py`"),
+        (on_cpus(500.0, 1000.0, wait_seconds=None), "its waits measured (`hpml_waits.py`)"),
+        (on_cpus(500.0), "`--profile`"),
+        (replace(on_cpus(500.0), gpu_count=4, nodes=facts().nodes), ""),
+        (on_cpus(500.0, 0.0, 3000.0), ""),
+        (on_cpus(1900.0), ""),
+    ],
+)
+def test_a_large_rest_is_unknown_unless_something_computed(run: Facts, words: str) -> None:
+    """Nothing is found in it, and that is not said; a thread, the framework or a GPU explain it."""
+    found = diagnose(run)
+    assert found.findings == ()
+    assert found.is_clear != bool(words)
+    assert words in " ".join(text(found).split())
+    if words:
+        assert "what 9" in found.headline
+        assert "Nothing holds this run back" not in page(found)
 
 
 def test_where_the_time_went() -> None:

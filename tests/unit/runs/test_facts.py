@@ -57,7 +57,7 @@ def trained(world: World, **fields: Any) -> tuple[Submission, Path]:
     for number in range(11):
         for rank in (0, 1):
             data = {f"{name}_total": value * (number + 2) for name, value in STEP.items()}
-            world.event(attempt, "step", rank, **data, mfu=0.4)
+            world.event(attempt, "step", rank, **data, logging_seconds_total=number, mfu=0.4)
         world.clock.sleep(10)
     for rank in (0, 1):
         line = {"rank": rank, "local_rank": rank, "node": "n1", "world_size": 2, "cpus": str(rank)}
@@ -80,6 +80,7 @@ def test_a_run_that_goes_on(world: World) -> None:
         assert (rank.rank, rank.node, rank.cpus) == (number, "n1", (number,))
         assert (rank.steps, rank.step_seconds, rank.data_wait_seconds) == (100, 100, 40)
         assert (rank.wait_seconds, rank.save_seconds, rank.bound_as_planned) == (None, None, None)
+        assert rank.other_seconds == 10  # a counter with a name of the script's own
     (node,) = facts.nodes
     assert (node.cpus, node.mean_cpus, node.read_bytes) == (2, 1.5, 7e9)
     assert node.memory_limit_bytes == 4 * GIB  # the requested memory: the kernel has no limit
