@@ -58,12 +58,14 @@ def write_script(clone: Path, script: Mapping[str, Any], place: Path, *, channel
         (place / name).write_text(foreign(clone, script["folder"] + name), "utf-8")
     trains = place / script["files"][0]
     text = trains.read_text("utf-8")
-    for old, new in script["edits"]:
+    left_out, new_only = "-" if channel else "-#", "+#"
+    for edit in script["edits"].split("\n\n"):
+        lines = edit.splitlines(keepends=True)
+        old = "".join(line[1:].rstrip() + "\n" for line in lines if line[0] not in new_only)
+        new = "".join(line[1:].rstrip() + "\n" for line in lines if line[0] not in left_out)
         if old not in text:
             raise ValueError(f"{trains.name} has changed: it has no {old!r}")
-        lines = new.replace("START", PLAN["start"]).splitlines(keepends=True)
-        lines = [line for line in lines if channel or not line.endswith("#+\n")]
-        text = text.replace(old, "".join(lines), 1)
+        text = text.replace(old, new, 1)
     trains.write_text(text, "utf-8")
     shutil.copy(HERE / "advice_faults.py", place / "faults.py")
     for name in ("hpml_channel.py", "hpml_waits.py"):
@@ -128,9 +130,11 @@ class Trial:
         if change["field"]:
             self.desk.hpml("report", "last", "--apply", "tuned.yaml")
             return "tuned.yaml", f"--apply: {text}"
+        known = {"others", *self.script["options"], *self.case.get("set", {})}
         for pattern, settings in PLAN["advice"]:
-            if re.search(pattern, text):
-                return self.write_job(settings), text
+            made = {n: value for n, value in settings.items() if n in known or n.isupper()}
+            if made and re.search(pattern, text):
+                return self.write_job(made), text
         return (self.write_job(self.case["cure"]), text) if right else ("", f"(not made) {text}")
 
     def measure(self) -> dict[str, Any]:
