@@ -27,15 +27,9 @@ OUT = Path(KNOBS.get("out", "."))
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MEMBERS, DOCUMENTS, LISTED = 64, 32, 1500
 UNTIMED, LEAST = 5, 30  # steps before the clock starts, and of a run
-
-
-def argument(*names: str) -> Path:
-    """Return the directory that an option `--name=DIR` gives."""
-    words = [word.partition("=") for word in sys.argv]
-    return Path(next((value for name, _, value in words if name[2:] in names), "."))
-
-
-STORE, SAVED = argument("data", "dataset"), argument("save", "out_dir")
+WORDS = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv)
+STORE = Path(WORDS.get("data") or WORDS.get("dataset", "."))
+SAVED = Path(WORDS.get("save") or WORDS.get("out_dir", "."))
 
 
 def make_store(store: Path) -> None:
@@ -138,12 +132,8 @@ class Clock:
         if self.steps != self.last:
             return False
         if RANK == 0:
-            figures = {
-                "samples": self.samples * RANKS,
-                "steps": self.steps,
-                "seconds": now - self.began,
-                "whole": now - STARTED,
-            }
+            figures = {"samples": self.samples * RANKS, "steps": self.steps}
+            figures |= {"seconds": now - self.began, "whole": now - STARTED}
             (OUT / "speed.json").write_text(json.dumps(figures))
         return True
 

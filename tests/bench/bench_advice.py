@@ -32,7 +32,6 @@ from tests.bench.advice_faults import make_store
 from tests.unit.local_runs import Desk
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 PLAN: dict[str, Any] = YAML(typ="safe").load(HERE / "advice.yaml")
 CASES: dict[str, dict[str, Any]] = PLAN["cases"]
 GOAL_RIGHT, GOAL_SPEED = 12, 0.98
@@ -42,20 +41,12 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|"""
 
 
-def foreign(folder: Path, name: str) -> str:
-    """Return a file of a checkout or of a bare clone."""
-    if (folder / name).is_file():
-        return (folder / name).read_text("utf-8")
-    return subprocess.check_output(
-        ["git", f"--git-dir={folder}", "show", f"HEAD:{name}"], text=True
-    )
-
-
 def write_script(clone: Path, script: Mapping[str, Any], place: Path, *, channel: bool) -> None:
     """Write the edited copy of a script, and the modules that it imports."""
     place.mkdir()
     for name in script["files"]:
-        (place / name).write_text(foreign(clone, script["folder"] + name), "utf-8")
+        words = ["git", "-C", str(clone), "show", f"HEAD:{script['folder']}{name}"]
+        (place / name).write_bytes(subprocess.check_output(words))
     trains = place / script["files"][0]
     text = trains.read_text("utf-8")
     left_out, new_only = "-" if channel else "-#", "+#"
@@ -69,7 +60,7 @@ def write_script(clone: Path, script: Mapping[str, Any], place: Path, *, channel
     trains.write_text(text, "utf-8")
     shutil.copy(HERE / "advice_faults.py", place / "faults.py")
     for name in ("hpml_channel.py", "hpml_waits.py"):
-        shutil.copy(ROOT / "training_jobs" / name, place)
+        shutil.copy(HERE.parents[1] / "training_jobs" / name, place)
 
 
 @contextlib.contextmanager
@@ -99,19 +90,17 @@ class Trial:
         variables = {name: settings[name] for name in settings if name.isupper()}
         knobs = {name: settings[name] for name in settings.keys() - {*options, *variables}}
         knobs |= {"out": str(self.desk.root / "out"), "seconds": self.seconds}
+        variables["KNOBS"] = json.dumps(knobs)
         words = [f"--{name}={settings[name]}".replace("STORE", str(self.store)) for name in options]
         job = {
             "name": "advice",
             "script": self.script["files"][0],
             "args": [*self.script["args"], *words],
             "monitor": True,
-            "environment": {
-                "venv": sys.prefix,
-                "variables": {**variables, "KNOBS": json.dumps(knobs)},
-            },
+            "environment": {"venv": sys.prefix, "variables": variables},
             "resources": RESOURCES,
         }
-        return self.desk.job(**{**job, **self.case.get("job", {})})
+        return self.desk.job(**job | self.case.get("job", {}))
 
     def run(self, file: str) -> tuple[dict[str, Any], dict[str, float]]:
         """Run a job file; return its report, and the figures of speed.json."""
