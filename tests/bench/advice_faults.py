@@ -18,6 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,8 +37,6 @@ SAVED = Path(WORDS.get("save") or WORDS.get("out_dir", "."))
 
 def make_store(store: Path) -> None:
     """Write the data that the scripts read."""
-    import numpy as np  # noqa: PLC0415 - the harness needs it only here
-
     (store / "many").mkdir(parents=True)
     draw = np.random.default_rng(1)
     for name in ("train", "val"):
@@ -70,15 +71,14 @@ def prepare() -> None:
     while time.perf_counter() < until:
         json.loads((STORE / "0.json").read_bytes())
     if KNOBS.get("hog"):
-        threading.Thread(target=_spin, daemon=True).start()
+        threading.Thread(target=_use_the_lock, daemon=True).start()
     if KNOBS.get("gc"):
         KNOBS["kept"] = [[number] for number in range(KNOBS["gc"])]
 
 
-def _spin() -> None:
-    number = 0
+def _use_the_lock() -> None:
     while True:
-        number += 1
+        pass
 
 
 def slow_down(model: Any) -> None:
@@ -95,11 +95,8 @@ def evaluating(timed: Callable[[str], AbstractContextManager[Any]]) -> AbstractC
 def save(model: Any, optimizer: Any) -> None:
     """Write the weights to a disk every few steps; `save_ranks` says how many ranks do."""
     every = KNOBS.get("save_every", 0)
-    if not every or KNOBS["save_ranks"] <= RANK or clock.steps % every:
-        return
-    import torch  # noqa: PLC0415 - see above
-
-    for number in range(KNOBS["copies"]):
+    is_due = every and not clock.steps % every and KNOBS["save_ranks"] > RANK
+    for number in range(KNOBS["copies"] if is_due else 0):
         with (SAVED / f"rank{RANK}-{number}.pt").open("wb") as file:
             torch.save((model.state_dict(), optimizer.state_dict()), file)
             file.flush()
@@ -132,8 +129,8 @@ class Clock:
         if self.steps != self.last:
             return False
         if RANK == 0:
-            figures = {"samples": self.samples * RANKS, "steps": self.steps}
-            figures |= {"seconds": now - self.began, "whole": now - STARTED}
+            figures = {"samples": self.samples * RANKS, "seconds": now - self.began}
+            figures |= {"steps": self.steps, "whole": now - STARTED}
             (OUT / "speed.json").write_text(json.dumps(figures))
         return True
 

@@ -35,7 +35,6 @@ HERE = Path(__file__).parent
 PLAN: dict[str, Any] = YAML(typ="safe").load(HERE / "advice.yaml")
 CASES: dict[str, dict[str, Any]] = PLAN["cases"]
 GOAL_RIGHT, GOAL_SPEED = 12, 0.98
-RESOURCES = {"ranks_per_node": 2, "cpus_per_rank": 1, "time": "20:00"}
 HEAD = """\
 | case | script | channel | first finding | right? | change | samples/s | after | ratio |
 |---|---|---|---|---|---|---|---|---|"""
@@ -98,7 +97,7 @@ class Trial:
             "args": [*self.script["args"], *words],
             "monitor": True,
             "environment": {"venv": sys.prefix, "variables": variables},
-            "resources": RESOURCES,
+            "resources": {"ranks_per_node": 2, "cpus_per_rank": 1, "time": "20:00"},
         }
         return self.desk.job(**job | self.case.get("job", {}))
 
@@ -182,14 +181,17 @@ def judge(rows: list[dict[str, Any]]) -> int:
 def main() -> int:
     """Measure and print; the status is 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nanogpt", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--examples", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR")
+    parser.add_argument("--examples", type=Path, metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--channel", choices=["on", "off", "both"], default="both")
     parser.add_argument("--seconds", type=float, default=20.0, help="of training per run")
     parser.add_argument("--json", type=Path, metavar="OUT", help="all figures and reports")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="a new directory that is kept")
     given = parser.parse_args()
+    if not (given.nanogpt and given.examples):
+        print("skipped: --nanogpt and --examples name the clones of the scripts")
+        return 0
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     print(f"host {platform.node()}, {os.cpu_count()} CPUs, load {load}\n\n{HEAD}", flush=True)
     rows: list[dict[str, Any]] = []
