@@ -173,7 +173,7 @@ def judge(rows: list[dict[str, Any]]) -> int:
     print(f"first findings without it: {untold.count('yes')} right, {untold.count('no')} wrong")
     print(f"changes below x{GOAL_SPEED}: {', '.join(slower) or 'none'}")
     print(f"healthy runs with a finding: {', '.join(accused) or 'none'}")
-    print(f"failed: {', '.join(failed) or 'none'}")
+    print(f"failed: {', '.join(failed) or 'none'}; {sum(row['took'] for row in rows):.0f} s in all")
     missed = told.count("yes") < min(GOAL_RIGHT, len(told))
     return int(missed or bool(slower or accused or failed))
 
