@@ -61,7 +61,8 @@ def record_applied(store: Store, run: str, chosen: Chosen, job: Job) -> None:
 def with_results(diagnosis: Diagnosis, store: Store) -> Diagnosis:
     """Return a diagnosis without the changes that its job has already and that did not help."""
     facts, findings = diagnosis.facts, {one.kind: one for one in diagnosis.findings}
-    with suppress(HpmlError):  # nothing was applied, or the earlier run is gone
+    # nothing was applied, the earlier run is gone, or another version wrote the file
+    with suppress(HpmlError, LookupError, TypeError):
         lines = {line["run"]: line for line in read_json_lines(_file(store, facts.job["name"]))}
         for line in lines.values():
             fields, kinds = line["fields"], {*line["kinds"]} & {*findings}
@@ -80,14 +81,18 @@ def with_results(diagnosis: Diagnosis, store: Store) -> Diagnosis:
 def _without(
     finding: Finding, names: Sequence[str], line: Mapping[str, Any], speedup: float
 ) -> Finding:
-    set_words = ", ".join(f"`{one}: {line['fields'][one]}`" for one in names)
-    text = f"{set_words} was set after {line['run']} and made it {speedup:.2f} times as fast"
+    values = {one: line["fields"][one] for one in names}
+    words = ", ".join(
+        f"`{one}`" if isinstance(value, (list, dict)) else f"`{one}: {value}`"
+        for one, value in values.items()
+    )
+    text = f"{words} was set after {line['run']} and made it {speedup:.2f} times as fast"
     # A list may name other things than before, such as a second node to leave out
     changes = [
         one for one in finding.changes if one.field not in names or isinstance(one.value, list)
     ]
     if speedup < 1 / _HELPED:
-        changes.insert(0, Change(f"take {set_words} back"))
+        changes.insert(0, Change(f"take {words} back"))
     return replace(finding, evidence=[*finding.evidence, text], changes=changes)
 
 
