@@ -27,10 +27,11 @@ from hpml_orchestrator.diagnosis.slow_ranks import (
     waits_are_known,
 )
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
+from hpml_orchestrator.diagnosis.uncounted import uncounted_time
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts
     from hpml_orchestrator.diagnosis.slow_ranks import Slow
@@ -58,10 +59,15 @@ def slow_rank(facts: Facts) -> Finding | str | None:
             return None
         over = max(known.values()) - min(known.values())
         return f"ranks differ by {over:.0%} of a step" if waits_are_known(facts) else None
-    beside = {"slow-saving": slow_saving, "slow-evaluation": slow_evaluation}.get(
-        slow.cause, lambda _: None
-    )
-    if slow.cause in ("wrong-binding", "throttled") or isinstance(beside(facts), Finding):
+    own: dict[str, Callable[[Facts], Finding | str | None]] = {
+        "slow-saving": slow_saving,
+        "slow-evaluation": slow_evaluation,
+        "uncounted": uncounted_time,
+    }
+    beside = own.get(slow.cause)
+    if slow.cause in ("wrong-binding", "throttled") or (
+        beside and isinstance(beside(facts), Finding)
+    ):
         return None
     usual = shares(facts, "data_wait_seconds")
     if slow.cause == "waits-for-data" and THRESHOLDS["waits-for-data"].level(

@@ -141,30 +141,34 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     elif not steps_known(facts):
-        needs = "`channel.timed(...)` around what the script does between the steps"
-        yield _needs("waits-for-data", what, f"{needs}: most of the training is not counted")
+        needs = f"at least {TOO_SHORT_SECONDS:g} s of steps, and most of the training counted"
+        yield _needs("waits-for-data", what, needs)
     else:
-        several, gpus = facts.world_size > 1, facts.gpu_count > 0
-        if several and contention.contended(facts):
-            told = "communication"
-            told += "" if find_slow(facts).cause else ", and which rank the others wait for"
-            again = "on a node of its own, or when the machine is idle"
-            if facts.on_slurm and not facts.job["resources"]["exclusive"]:
-                again = "with `resources.exclusive: true`"
-            needs = f"a run whose ranks have their CPUs for themselves: run it again {again}"
-            yield _needs("communication", told, needs)
-        for kind, name, told, wanted in (
-            ("waits-for-data", "data_wait_seconds", "waiting for data", True),
-            ("slow-rank", "wait_seconds", "which rank the others wait for", several),
-            ("communication", "comm_seconds", "communication", several),
-            ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
-        ):
-            if kind in ("slow-rank", "communication") and contention.contended(facts):
-                continue
-            if wanted and not shares(facts, name):
-                yield _needs(kind, told, f"`{name}` from the channel")
-            elif wanted and kind == "slow-rank" and (doubt := find_slow(facts).doubt):
-                yield _needs(kind, told, doubt)
+        yield from _unknown_parts(facts)
+
+
+def _unknown_parts(facts: Facts) -> Iterator[Finding]:
+    several, gpus = facts.world_size > 1, facts.gpu_count > 0
+    if several and contention.contended(facts):
+        told = "communication"
+        told += "" if find_slow(facts).cause else ", and which rank the others wait for"
+        again = "on a node of its own, or when the machine is idle"
+        if facts.on_slurm and not facts.job["resources"]["exclusive"]:
+            again = "with `resources.exclusive: true`"
+        needs = f"a run whose ranks have their CPUs for themselves: run it again {again}"
+        yield _needs("communication", told, needs)
+    for kind, name, told, wanted in (
+        ("waits-for-data", "data_wait_seconds", "waiting for data", True),
+        ("slow-rank", "wait_seconds", "which rank the others wait for", several),
+        ("communication", "comm_seconds", "communication", several),
+        ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
+    ):
+        if kind in ("slow-rank", "communication") and contention.contended(facts):
+            continue
+        if wanted and not shares(facts, name):
+            yield _needs(kind, told, f"`{name}` from the channel")
+        elif wanted and kind == "slow-rank" and (doubt := find_slow(facts).doubt):
+            yield _needs(kind, told, doubt)
 
 
 def _unknown_use(facts: Facts) -> Iterator[Finding]:

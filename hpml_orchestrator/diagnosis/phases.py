@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.balance import contended
+from hpml_orchestrator.diagnosis.contention import contended
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
 from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_suffice, uncounted_shares

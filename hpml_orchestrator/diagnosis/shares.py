@@ -29,7 +29,11 @@ _IDLE = 0.02  # share of the time with a kernel
 
 def steps_known(facts: Facts) -> bool:
     """Whether enough steps were counted to judge them, and most of the training is counted."""
-    return steps_suffice(facts) and max(uncounted_shares(facts).values(), default=0.0) < _MOST
+    return (
+        steps_suffice(facts)
+        and step_seconds(facts) >= TOO_SHORT_SECONDS
+        and max(uncounted_shares(facts).values(), default=0.0) < _MOST
+    )
 
 
 def steps_suffice(facts: Facts) -> bool:
@@ -37,7 +41,7 @@ def steps_suffice(facts: Facts) -> bool:
     return (
         bool(facts.ranks)
         and max((rank.steps or 0 for rank in facts.ranks), default=0) >= FEW_STEPS
-        and step_seconds(facts) >= TOO_SHORT_SECONDS
+        and max(map(training_seconds, facts.ranks)) >= TOO_SHORT_SECONDS
     )
 
 

@@ -38,7 +38,7 @@ PUBLIC = {
     PACKAGE / "__init__.py",
     EXPORTERS / "__init__.py",
     Path(hpml_dashboards.__file__),
-    *(PACKAGE.parent / "training_jobs" / f"hpml_{name}.py" for name in ("channel", "waits")),
+    PACKAGE.parent / "training_jobs" / "hpml_waits.py",
 }
 EXPORTER = "hpml_exporters"
 OURS_FOR_EXPORTERS = {"", "errors", "log", "records", "scheduler", "spec", "topology"}

@@ -721,8 +721,8 @@ def waited_for(seconds: float, waited: float | None, **more: Any) -> list[RankFa
         (waited_for(1440.0, None, evaluation_seconds=1440.0), ["slow-evaluation"], "evaluation"),
         (waited_for(720.0, 720.0, save_seconds=720.0), ["slow-saving"], "checkpoints"),
         (waited_for(600.0, 600.0, evaluation_seconds=600.0), ["slow-rank"], "it evaluates alone"),
-        (waited_for(1440.0, 1440.0), ["slow-rank"], "in what the script does not count"),
-        (waited_for(1440.0, None), [], ""),  # it may have waited for the others itself
+        (waited_for(1440.0, 1440.0), ["uncounted-time"], "what the script counts"),
+        (waited_for(1440.0, None), ["uncounted-time"], "what the script counts"),
         (waited_for(0.0, 900.0, cpu_seconds=2700.0), ["slow-rank"], "it computes more"),
         (waited_for(0.0, 900.0, samples=90_000.0), ["slow-rank"], "it has more samples"),
         # for a rank that saves within its step, as the script counts it
