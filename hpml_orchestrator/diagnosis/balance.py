@@ -5,7 +5,12 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.contention import contended, fewer_threads, free_cpus
+from hpml_orchestrator.diagnosis.contention import (
+    also_contended,
+    contended,
+    fewer_threads,
+    free_cpus,
+)
 from hpml_orchestrator.diagnosis.model import Change, Finding
 from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.phases import slow_evaluation, slow_saving
@@ -16,6 +21,7 @@ from hpml_orchestrator.diagnosis.shares import (
     nodes_text,
     ranks_text,
     shares,
+    step_seconds,
     steps_known,
     train_share,
 )
@@ -89,9 +95,8 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         "uncounted": "it works alone between the steps, in what the script does not count",
     }[slow.cause]
     evidence = [f"{slow.share:.0%} of a step longer than the others", slow.how, slow.why]
-    lacked = max((cpu_waits(facts).get(number, 0.0) for number in slow.ranks), default=0.0)
-    if slow.cause in OWN_WORK and THRESHOLDS["cpu-contention"].level(lacked):
-        evidence.append(f"other processes also had its CPUs for {lacked:.0%} of the training")
+    evidence += also_contended(facts, slow)
+    longest = max(rank.step_seconds or 0.0 for rank in facts.ranks)  # which the share is of
     return find(
         facts,
         "slow-rank",
@@ -99,7 +104,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         f"{names} on {nodes_text(nodes)} slows the others down by {slow.share:.0%}: {reason}",
         list(filter(None, evidence)),
         _changes(facts, slow, names, nodes),
-        saves=slow.share,
+        saves=slow.share * longest / step_seconds(facts),
         of_steps=True,
     )
 

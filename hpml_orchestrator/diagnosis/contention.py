@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding
+    from hpml_orchestrator.diagnosis.slow_ranks import Slow
 
 
 def contended(facts: Facts) -> bool:
@@ -55,7 +56,17 @@ def cpu_contention(facts: Facts) -> Finding | str | None:
         saves=share,
         of_steps=True,
     )
-    return found or f"ranks lacked a CPU for {share:.0%} of the training"
+    return found or (
+        None if slow.cause in OWN_WORK else f"ranks lacked a CPU for {share:.0%} of the training"
+    )
+
+
+def also_contended(facts: Facts, slow: Slow) -> list[str]:
+    """Return as evidence that ranks that are late by their own work lacked a CPU, too."""
+    lacked = max((cpu_waits(facts).get(number, 0.0) for number in slow.ranks), default=0.0)
+    is_shown = slow.cause in OWN_WORK and THRESHOLDS["cpu-contention"].level(lacked)
+    text = f"other processes also had its CPUs for {lacked:.0%} of the training"
+    return [text] if is_shown else []
 
 
 def own_contention(facts: Facts) -> Finding | None:

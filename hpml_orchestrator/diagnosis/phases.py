@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.contention import contended
+from hpml_orchestrator.diagnosis.contention import also_contended, contended
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
 from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_suffice, uncounted_shares
@@ -153,13 +153,16 @@ def _beside(
     share = min(1.0, seconds / training)
     whole = min(1.0, seconds / facts.elapsed_seconds) if facts.elapsed_seconds else share
     slow = find_slow(facts)
-    alone = slow.cause == kind and f" by {ranks_text(slow.ranks)} alone while the others wait"
+    alone, also = "", []
+    if slow.cause == kind:
+        alone = f" by {ranks_text(slow.ranks)} alone while the others wait"
+        also = also_contended(facts, slow)
     found = find(
         facts,
         kind,
         share,
-        f"{what}: {share:.0%} of the training{alone or ''}",
-        [f"{share:.0%} of the training, {seconds_text(seconds)}"],
+        f"{what}: {share:.0%} of the training{alone}",
+        [f"{share:.0%} of the training, {seconds_text(seconds)}", *also],
         changes,
         saves=whole,
     )

@@ -741,7 +741,7 @@ def test_what_a_rank_does_alone_is_the_cause_and_not_the_cpus(
         assert "rank 0 " in one.verdict
         ends = any("end the other processes" in change.text for change in one.changes)
         assert ends == ("other processes" in words)
-        if one.kind == "slow-rank" and not ends:
+        if not ends:
             assert "other processes also had its CPUs for " in " ".join(one.evidence)
             assert "cpu-contention" not in [other.kind for other in found]
 
