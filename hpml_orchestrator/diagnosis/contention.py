@@ -74,7 +74,7 @@ def own_contention(facts: Facts) -> Finding | None:
     waits = own_waits(facts)
     if not waits or crowded(facts) or find_slow(facts).cause == "own-contention":
         return None
-    most = max(facts.ranks, key=lambda rank: waits.get(rank.rank, 0.0))
+    most = max(facts.ranks, key=lambda rank: waits.get(rank.rank, -1.0))
     share = waits[most.rank]
     had = f"its own threads and loader workers had its {counted(len(most.cpus or ()), 'CPU')}"
     return find(

@@ -102,7 +102,7 @@ def cpu_waits(facts: Facts) -> dict[int, float]:
     found = {}
     for rank in facts.ranks:
         seconds = training_seconds(rank)
-        if rank.cpu_wait_seconds is None or not seconds or not rank.cpus:
+        if rank.cpu_wait_seconds is None or not rank.step_seconds or not rank.cpus:
             continue
         if rank.cpu_seconds is None or rank.helper_cpu_seconds is None:
             continue

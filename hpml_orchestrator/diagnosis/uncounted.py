@@ -5,18 +5,21 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.contention import also_contended
 from hpml_orchestrator.diagnosis.gpu import used_gpus
 from hpml_orchestrator.diagnosis.model import Change, Finding
 from hpml_orchestrator.diagnosis.parts import COMPUTE, fits, rank_parts
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
     find,
+    ranks_text,
     steps_known,
     steps_suffice,
     training_seconds,
     uncounted_seconds,
     uncounted_shares,
 )
+from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -37,10 +40,12 @@ def uncounted_time(facts: Facts) -> Finding | str | None:
     rank = _worst(facts, shares)
     share, seconds = shares[rank.rank], uncounted_seconds(rank)
     verdict = f"{share:.0%} of the training lies outside of what the script counts"
+    if (slow := find_slow(facts)).cause == "uncounted":
+        verdict += f": {ranks_text(slow.ranks)} works alone there while the others wait"
     evidence = [f"{seconds_text(seconds)} on rank {rank.rank}"]
     if len(shares) > 1:
         evidence[0] += f"; {median(shares.values()):.0%} of the training on the median rank"
-    evidence += _cpu_there(facts, rank)
+    evidence += [*_cpu_there(facts, rank), *also_contended(facts, slow)]
     evidence.append("it holds what is not in `timed`, be it evaluation, saving, logging or gc")
     text = "wrap what runs between the steps in `channel.timed(...)`, evaluation with"
     text += (
