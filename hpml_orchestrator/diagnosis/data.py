@@ -120,6 +120,21 @@ def _storage_is_slow(facts: Facts) -> bool | None:
     return False if busy is not None and busy >= BUSY else None
 
 
+def reading(facts: Facts) -> tuple[bool | None, str]:
+    """Return whether storage is known to be slow or not, and what is read, in words."""
+    rates, possible = _reader(facts), _possible(facts)
+    if rates is None:
+        return None, ""
+    rate, in_all = rates
+    text = f"on a node the kernel counted {human_bytes(rate)}/s from storage"
+    if possible:
+        text += f" ({human_bytes(possible)}/s are possible)"
+    if in_all and in_all >= _LITTLE_BYTES:
+        cached = max(0.0, 1 - rate / in_all)
+        text += f", and {cached:.0%} of {human_bytes(in_all)}/s read from memory"
+    return _storage_is_slow(facts), text
+
+
 def _untold(facts: Facts) -> str:
     if _reader(facts) is None:
         return "unknown: whether storage is slow; `monitor: true` measures what is read from it"

@@ -14,6 +14,7 @@ from hpml_orchestrator.diagnosis import (
     phases,
     resources,
     uncounted,
+    unreported,
 )
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.shares import (
@@ -87,6 +88,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     # Free GPU memory slows nothing down, so it must not become the headline of a healthy run.
     notes = [one for one in found if one.kind == "memory-headroom"]
     found = [one for one in found if one.kind != "memory-headroom"]
+    notes += filter(None, [unreported.seen_by_monitor(facts)])
     # the sort is stable: of equal worth, the critical ones come first, in the order above
     found.sort(key=lambda one: (-_worth(facts, one), one.level != "critical"))
     return Diagnosis(
@@ -131,9 +133,12 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
     took = facts.elapsed_seconds or 0.0
     if not facts.channel:
         needs = "the channel in the training (`hpml_channel.py`)"
-        if facts.failed or took < (TOO_SHORT_SECONDS if facts.over else SHORT_SECONDS):
+        needs += "; the note says what the monitor saw" * bool(unreported.seen_by_monitor(facts))
+        has_time = SHORT_SECONDS if facts.failed or not facts.over else TOO_SHORT_SECONDS
+        if took < has_time:
+            longer = "a run that gets to its steps" if facts.failed else "a longer run"
             lasted = "ended after" if facts.over else "has run for"
-            needs = f"a longer run: this one {lasted} {seconds_text(took)} and reported no step"
+            needs = f"{longer}: this one {lasted} {seconds_text(took)} and reported no step"
         yield _needs("waits-for-data", what, needs)
     elif not steps_suffice(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)

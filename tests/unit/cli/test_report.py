@@ -161,7 +161,7 @@ def test_a_run_that_crashed(hpml: Hpml, shell: Shell) -> None:
     printed = " ".join(hpml("report", crashed).out.split())
     assert "verdict it ended FAILED: " in printed
     assert "RuntimeError: no such thing" in printed
-    assert "needs a longer run" in printed
+    assert "needs a run that gets to its steps" in printed
     assert f"next hpml logs {crashed}" in printed
 
 

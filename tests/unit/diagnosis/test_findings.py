@@ -834,7 +834,8 @@ def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:
         given = replace(facts(**early), state=state, reason="rank 0 exited with code 1")
         given = replace(given, over=state != "RUNNING")
         found = diagnose(given)
-        assert "a longer run" in text(found)
+        longer = "a run that gets to its steps" if state == "FAILED" else "a longer run"
+        assert f"{longer}: this one" in text(found)
         assert "the channel" not in text(found)
         assert ("rank 0 exited with code 1" in found.headline) == (state == "FAILED")
 
