@@ -14,7 +14,6 @@ from hpml_orchestrator.diagnosis import (
     phases,
     resources,
     uncounted,
-    unreported,
 )
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.shares import (
@@ -33,6 +32,7 @@ from hpml_orchestrator.diagnosis.thresholds import (
     SHORT_SECONDS,
     TOO_SHORT_SECONDS,
 )
+from hpml_orchestrator.diagnosis.unreported import seen_by_monitor
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     # Free GPU memory slows nothing down, so it must not become the headline of a healthy run.
     notes = [one for one in found if one.kind == "memory-headroom"]
     found = [one for one in found if one.kind != "memory-headroom"]
-    notes += filter(None, [unreported.seen_by_monitor(facts)])
+    notes += filter(None, [seen_by_monitor(facts)])
     # the sort is stable: of equal worth, the critical ones come first, in the order above
     found.sort(key=lambda one: (-_worth(facts, one), one.level != "critical"))
     return Diagnosis(
@@ -133,7 +133,7 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
     took = facts.elapsed_seconds or 0.0
     if not facts.channel:
         needs = "the channel in the training (`hpml_channel.py`)"
-        needs += "; the note says what the monitor saw" * bool(unreported.seen_by_monitor(facts))
+        needs += "; the note says what the monitor saw" * bool(seen_by_monitor(facts))
         has_time = SHORT_SECONDS if facts.failed or not facts.over else TOO_SHORT_SECONDS
         if took < has_time:
             longer = "a run that gets to its steps" if facts.failed else "a longer run"
