@@ -33,7 +33,7 @@ def seen_by_monitor(facts: Facts) -> Finding | None:
     # A rank may need one of its CPUs only: then it computes, though most CPUs are idle.
     ranks = max(1.0, facts.world_size * nodes / max(nodes, facts.node_count))
     used, is_full = min(1.0, busy / min(cpus, ranks)), busy >= BUSY * cpus
-    figures = f"{busy / cpus:.0%} of {cpus:g} CPUs busy"
+    figures = f"{busy / cpus:.0%} of {cpus:g} CPU{'s' * (cpus != 1)} busy"
     figures += "" if gpus is None else f", the GPUs {gpus:.0%} of the time"
     if gpus is not None and gpus >= _HALF:
         verdict = "it computes" + (", or communicates," * (facts.world_size > 1)) + " on the GPUs"
