@@ -43,7 +43,9 @@ def seen_by_monitor(facts: Facts) -> Finding | None:
         if gpus is not None:
             verdict = f"the GPUs may wait for {'the CPUs' if is_full else 'one thread of a rank'}"
     else:
-        verdict = f"it waits for {'most' if used < _HALF else 'a part'} of the time"
+        # outside of Slurm, other programs may have the same CPUs
+        waits = "it waits" if facts.on_slurm else "it waits, or others have its CPUs,"
+        verdict = f"{waits} for {'most' if used < _HALF else 'a part'} of the time"
         is_slow, what = reading(facts)
         figures += f"; {_STORAGE[is_slow]}: {what}" if what else ""
     return Finding("seen-by-monitor", "note", f"{verdict}: {figures}")

@@ -43,6 +43,7 @@ def silent(
         "gpu_count": len(gpus),
         "world_size": 1,
         "monitored": True,
+        "on_slurm": True,
         "nodes": [node],
     }
     return Facts("digits-1", "COMPLETED", over=True, **{**given, **more})
@@ -69,6 +70,7 @@ FAST = Peaks(shared_read=400 * MIB, origin="measured")
             ("; for storage: ", "380.0 MiB/s from storage (400.0 MiB/s are possible)"),
         ),
         (silent(0.24, storage=None), ("most of the time: 12% of 2 CPUs busy",)),
+        (silent(0.24, on_slurm=False), ("it waits, or others have its CPUs, for most of",)),
         (silent(0.04, cpus=1.0), ("most of the time: 4% of 1 CPU busy",)),
         (silent(0.5, 0.9), ("it computes on the GPUs", "the GPUs 90% of the time")),
         (silent(1.85, 0.2), ("the GPUs may wait for the CPUs", "92% of 2 CPUs")),
