@@ -98,7 +98,7 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
         job: the complete job, for its environment and staged data.
         commands: see `command_of`, by the batch of a rank. After the first one follows the next one
             that is possible, so that there are two points to draw a line through.
-        limit_seconds: for all runs together; each has an equal share.
+        limit_seconds: for all runs together; the first may use half of it, and so on.
 
     Raises:
         JobFailedError: the program fails, makes no step, or takes too long.
@@ -110,7 +110,8 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
     notes: list[str] = []
     for batch, command in commands.items():
         try:
-            figures[batch], workers[batch] = _run(job, command, limit_seconds / len(commands))
+            left = limit_seconds - (time.monotonic() - began)
+            figures[batch], workers[batch] = _run(job, command, left / (2 if len(commands) > 1 else 1))
         except JobFailedError as fault:
             if not figures:
                 raise
