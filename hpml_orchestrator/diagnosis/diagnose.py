@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
+    uncounted.uncounted_time,
+    uncounted.own_threads,
     contention.cpu_contention,
     contention.own_contention,
     data.waits_for_data,
@@ -64,8 +66,6 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     phases.slow_start,
     phases.slow_saving,
     phases.slow_evaluation,
-    uncounted.uncounted_time,
-    uncounted.own_threads,
 )
 """Each returns a finding, a sentence with figures if nothing is wrong, or None without data."""
 

@@ -14,12 +14,12 @@ from hpml_orchestrator.diagnosis.shares import (
     find,
     ranks_text,
     steps_known,
-    steps_suffice,
     training_seconds,
     uncounted_seconds,
     uncounted_shares,
 )
 from hpml_orchestrator.diagnosis.slow_ranks import find_slow
+from hpml_orchestrator.diagnosis.thresholds import TOO_SHORT_SECONDS
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ _PROFILE = "torch.profiler for a few steps (`--profile` of the examples)"
 def uncounted_time(facts: Facts) -> Finding | str | None:
     """Return whether much of the training lies outside of what the script counts."""
     shares = uncounted_shares(facts)
-    if not shares or not steps_suffice(facts):
+    if not shares:
         return None
     rank = _worst(facts, shares)
+    if training_seconds(rank) < TOO_SHORT_SECONDS:
+        return None  # however few its steps are
     share, seconds = shares[rank.rank], uncounted_seconds(rank)
     verdict = f"{share:.0%} of the training lies outside of what the script counts"
     if (slow := find_slow(facts)).cause == "uncounted":
@@ -88,9 +90,9 @@ def own_threads(facts: Facts) -> Finding | str | None:
     rank = _worst(facts, taken)
     share, whole = taken[rank.rank], training_seconds(rank)
     beside, used = (rank.python_cpu_seconds or 0.0) / whole, _thread_seconds(rank) or 0.0
-    verdict = f"the script's own threads take {share:.0%} of each step on rank {rank.rank}"
+    verdict = f"the script's own threads take {share:.0%} of each step"
     evidence = [
-        f"{share:.0%} of the steps",
+        f"{share:.0%} of the steps on rank {rank.rank}",
         f"they ran {beside:.0%} of the time, the thread that trains {used / whole:.0%}",
         "Python runs one thread at a time: while another computes, the training waits",
     ]

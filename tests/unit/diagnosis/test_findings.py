@@ -194,6 +194,10 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         facts(ranks=ranks(seconds=3400.0, step_seconds=600.0)),
         ["uncounted-time"],
     ),
+    "a long time between few steps": (
+        facts(ranks=ranks(seconds=3400.0, steps=5.0, step_seconds=4.0)),
+        ["uncounted-time"],
+    ),
     "a little between the steps": (facts(ranks=ranks(seconds=3400.0)), []),
     "data": (facts(ranks=ranks(data_wait_seconds=900.0)), ["waits-for-data"]),
     "a little data": (facts(ranks=ranks(data_wait_seconds=299.0)), []),
