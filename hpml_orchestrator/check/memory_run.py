@@ -111,7 +111,8 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
     for batch, command in commands.items():
         try:
             left = limit_seconds - (time.monotonic() - began)
-            figures[batch], workers[batch] = _run(job, command, left / (2 if len(commands) > 1 else 1))
+            share = left / 2 if len(commands) > 1 else left
+            figures[batch], workers[batch] = _run(job, command, share)
         except JobFailedError as fault:
             if not figures:
                 raise

@@ -12,7 +12,7 @@ from hpml_orchestrator.diagnosis.capacity import (
     worker_argument,
 )
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import cpu_waits, find, nodes_text
+from hpml_orchestrator.diagnosis.shares import cpu_waits, find, nodes_text, training_share
 from hpml_orchestrator.diagnosis.slow_ranks import OWN_WORK, crowded, find_slow, own_waits
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import counted
@@ -53,8 +53,7 @@ def cpu_contention(facts: Facts) -> Finding | str | None:
         f"ranks lack CPU time: {share:.0%} of the training",
         evidence,
         free_cpus(facts, nodes),
-        saves=share,
-        of_steps=True,
+        saves=training_share(facts, share),
     )
     return found or (
         None if slow.cause in OWN_WORK else f"ranks lacked a CPU for {share:.0%} of the training"
@@ -84,8 +83,7 @@ def own_contention(facts: Facts) -> Finding | None:
         f"this job's own threads take the CPUs of its ranks: {share:.0%} of the training",
         [f"{share:.0%} of the training on rank {most.rank}: it was ready to run, but {had}"],
         fewer_threads(facts),
-        saves=share,
-        of_steps=True,
+        saves=training_share(facts, share),
     )
 
 

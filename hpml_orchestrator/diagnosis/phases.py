@@ -78,7 +78,7 @@ def slow_start(facts: Facts) -> Finding | str | None:
     if seconds < LONG_PHASE_SECONDS:
         return text
     is_apart = "rendezvous" in took or facts.world_size == 1  # one rank meets nobody
-    own = f"{'' if is_apart else 'rendezvous and '}the script's own preparation"
+    own = f"the script's own preparation{'' if is_apart else ', with the rendezvous'}"
     named = {own if name == "preparation" else name: value for name, value in took.items()}
     parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in named.items())
     evidence, is_explained = [f"{share:.0%} of the run", parts], contended(facts)

@@ -131,9 +131,17 @@ def excesses(values: Mapping[int, float]) -> dict[int, float]:
 
 def train_share(facts: Facts) -> float | None:
     """Return the share of the run's time that steps take; None if it is not known."""
-    if not facts.elapsed_seconds:
-        return None
-    return min(1.0, step_seconds(facts) / facts.elapsed_seconds)
+    return _of_run(facts, step_seconds(facts))
+
+
+def training_share(facts: Facts, share: float) -> float | None:
+    """Return a share of the training as one of the run's time; None if that is not known."""
+    whole = _of_run(facts, max(map(training_seconds, facts.ranks), default=0.0))
+    return None if whole is None else share * whole
+
+
+def _of_run(facts: Facts, seconds: float) -> float | None:
+    return min(1.0, seconds / facts.elapsed_seconds) if facts.elapsed_seconds else None
 
 
 def hours(facts: Facts, share: float = 1.0) -> float | None:

@@ -614,8 +614,18 @@ def start(took: dict[str, float], **more: Any) -> Facts:
     ("took", "nodes", "verdict", "advice"),
     [
         ({"rendezvous": 9.0, "preparation": 900.0}, 2, "the script's own preparation", "data, mod"),
-        ({"preparation": 900.0}, 1, "rendezvous and the script's own preparation", "data, model"),
-        ({"preparation": 900.0}, 2, "rendezvous and the script's own preparation", "data, model"),
+        (
+            {"preparation": 900.0},
+            1,
+            "the script's own preparation, with the rendezvous",
+            "data, model",
+        ),
+        (
+            {"preparation": 900.0},
+            2,
+            "the script's own preparation, with the rendezvous",
+            "data, model",
+        ),
         ({"rendezvous": 900.0, "preparation": 9.0}, 1, "rendezvous", "the first waits for the"),
         ({"rendezvous": 900.0, "preparation": 9.0}, 2, "rendezvous", "NCCL_SOCKET_IFNAME"),
     ],
