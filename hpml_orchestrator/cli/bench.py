@@ -177,8 +177,8 @@ def _report(
     unclear = [made.node for made in measured if verdict.is_unclear(made.node)]
     if unclear:
         hint = "other processes disturb: measure again, with the node to yourself"
-        if any(map(verdict.alone, unclear)):
-            hint = "measure again, or several nodes of its type together: results are kept for that"
+        if any(verdict.alone(name) > verdict.uncertain(name)[0] for name in unclear):
+            hint = "measure again: three certain runs are a history; or several nodes together"
         raise JobFailedError(f"no figure of {first_few(unclear)} can be judged", hint=hint)
 
 

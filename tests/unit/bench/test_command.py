@@ -82,6 +82,53 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     assert done.returncode == status(again), done.stderr
 
 
+# What a virtual machine measured while others used 62 % of its CPUs: 9 of 11 figures are uncertain.
+DISTURBED: dict[str, Any] = json.loads(Path(__file__).with_name("disturbed.json").read_text())
+PLAYER = """#!{python}
+import os, sys
+from pathlib import Path
+if "--out" not in sys.argv:
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+place = Path(sys.argv[sys.argv.index("--out") + 1])
+place.mkdir(exist_ok=True)
+(place / "vm.json").write_bytes(Path("{record}").read_bytes())
+"""
+
+
+def calm(share: float) -> dict[str, Any]:
+    """Return the measurement without the other processes, with a share of each rate."""
+    figures = {
+        name: {**figure, "value": figure["value"] * share, "spread": 0.01}
+        for name, figure in DISTURBED["figures"].items()
+    }
+    return {**DISTURBED, "load": 0.0, "figures": figures}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "code", "says"),
+    [
+        ([DISTURBED] * 3, 6, "11 of 11 figures have nothing to be compared with yet"),
+        ([DISTURBED, DISTURBED, calm(1)], 6, "hint: measure again: three certain runs"),
+        ([DISTURBED, *[calm(1)] * 3], 9, "38% below the median of 3 earlier runs of this node"),
+    ],
+)
+def test_a_calm_run_after_disturbed_ones(
+    tmp_path: Path, earlier: Sequence[Mapping[str, Any]], code: int, says: str
+) -> None:
+    """It is an outlier only if three certain runs were faster; the disturbed ones do not count."""
+    kept = tmp_path / "records" / "bench" / DISTURBED["type"] / DISTURBED["node"]
+    kept.mkdir(parents=True)
+    for day, record in enumerate(earlier):
+        (kept / f"day{day}.json").write_text(json.dumps({**record, "run": f"day{day}"}))
+    (tmp_path / "now.json").write_text(json.dumps({**calm(0.62), "complete": True}))
+    player = tmp_path / "player"
+    player.write_text(PLAYER.format(python=sys.executable, record=tmp_path / "now.json"))
+    player.chmod(0o755)
+    done = bench(Desk(tmp_path), "--set", f"environment.python={player}")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert says in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     """What cannot be kept is a warning; the table is printed and the status is that of the node."""
