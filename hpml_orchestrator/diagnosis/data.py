@@ -129,9 +129,8 @@ def reading(facts: Facts) -> tuple[bool | None, str]:
     text = f"on a node the kernel counted {human_bytes(rate)}/s from storage"
     if possible:
         text += f" ({human_bytes(possible)}/s are possible)"
-    if in_all and in_all >= _LITTLE_BYTES:
-        cached = max(0.0, 1 - rate / in_all)
-        text += f", and {cached:.0%} of {human_bytes(in_all)}/s read from memory"
+    if in_all and in_all >= max(_LITTLE_BYTES, rate):
+        text += f", of {human_bytes(in_all)}/s that was read"
     return _storage_is_slow(facts), text
 
 

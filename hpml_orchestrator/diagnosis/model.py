@@ -217,7 +217,7 @@ class Diagnosis:
 
     @property
     def headline(self) -> str:
-        """One line for `hpml show`: the first finding, or that nothing holds the run back."""
+        """One line: the first finding, that nothing holds the run back, or what is known of it."""
         if self.facts.silence:
             return self.facts.silence
         if self.findings:
@@ -230,7 +230,9 @@ class Diagnosis:
         for one in self.unknown:
             if one.kind == "unexplained-rest":
                 return f"unknown: {one.verdict}"
-        return "not enough data to say what holds it back"
+        seen = [one.verdict for one in self.notes if one.kind == "seen-by-monitor"]
+        monitor = f"; as far as the monitor shows, {seen[0].partition(': ')[0]}" if seen else ""
+        return f"not enough data to say what holds it back{monitor}"
 
     @property
     def is_clear(self) -> bool:

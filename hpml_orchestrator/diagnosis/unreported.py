@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
 _HALF = 0.5
-_STORAGE = {True: "for storage", False: "hardly for storage", None: "perhaps for storage"}
+_STORAGE = {
+    True: "for storage",
+    False: "hardly for storage, unless it is a network file system that the kernel does not count",
+    None: "perhaps for storage",
+}
 
 
 def seen_by_monitor(facts: Facts) -> Finding | None:

@@ -62,7 +62,7 @@ FAST = Peaks(shared_read=400 * MIB, origin="measured")
         (silent(1.4, world_size=2), ("waits for a part of the time: 70% of 2 CPUs",)),
         (
             silent(0.24, storage=2 * MIB, in_all=80 * MIB),
-            ("hardly for storage", "2.0 MiB/s from storage", "98% of 80.0 MiB/s read from memory"),
+            ("a network file system that", "2.0 MiB/s from storage, of 80.0 MiB/s that"),
         ),
         (silent(0.24, storage=40 * MIB), ("perhaps for storage", "40.0 MiB/s from storage")),
         (
@@ -88,7 +88,9 @@ def test_the_note_says_what_the_monitor_saw(known: Facts, says: tuple[str, ...])
     assert "needs the channel in the training (`hpml_channel.py`); the note says what" in printed
     assert "## Notes" in markdown(found)
     assert {one.kind for one in found.findings} <= {"slow-storage", "gpu-unused"}
-    assert found.headline != "nothing found that holds it back"
+    if not found.findings:
+        seen = found.notes[0].verdict.partition(":")[0]
+        assert found.headline.endswith(f"; as far as the monitor shows, {seen}")
 
 
 @pytest.mark.parametrize(
