@@ -90,17 +90,16 @@ def own_contention(facts: Facts) -> Finding | None:
 def fewer_threads(facts: Facts) -> list[Change]:
     """Return what gives each rank as many CPUs as its threads and loader workers need."""
     cpus, changes = cpus_per_rank(facts), []
-    place, name, workers = worker_argument(facts) or (0, "", 0)
+    given = worker_argument(facts)
+    loads = any(rank.loader_cpu_seconds for rank in facts.ranks)
+    workers = given[2] if given else facts.job["binding"]["loader_workers"] or int(loads)
     set_threads = facts.job["environment"]["variables"].get("OMP_NUM_THREADS", "")
     if set_threads.isdecimal() and int(set_threads) > cpus:
         text = f"compute with as many threads as the rank has CPUs, not {set_threads}"
         changes.append(Change(text, "environment.variables.OMP_NUM_THREADS", str(cpus)))
-    if workers and workers + 1 > cpus:
-        if more_cpus(facts, wanted := cpus + workers) == wanted:
-            text = f"ask for {wanted} CPUs per rank: for it and its {counted(workers, 'loader')}"
-            changes.append(Change(text, "resources.cpus_per_rank", wanted))
-        text = "load the data in the rank itself: no CPU is free for loader workers"
-        changes.append(Change(text, f"args.{place}", f"{name}0"))
+    if workers and workers + 1 > cpus and more_cpus(facts, cpus + workers) == cpus + workers:
+        text = f"ask for {cpus + workers} CPUs per rank: for it and its loaders"
+        changes.append(Change(text, "resources.cpus_per_rank", cpus + workers))
     if not changes:
         text = f"start no more threads and loader workers than the rank has CPUs: {cpus}"
         changes.append(Change(f"{text} (`torch.set_num_threads`, `num_workers`)"))

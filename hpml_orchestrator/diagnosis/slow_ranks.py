@@ -7,6 +7,7 @@ from math import ceil, comb, log
 from statistics import median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.capacity import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.parts import fits
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
@@ -287,11 +288,17 @@ def _own_work(
 
 
 def own_waits(facts: Facts) -> dict[int, float]:
-    """Return for each rank the least share of its training in which its helpers had its CPUs."""
-    found = {}
+    """Return for each rank the least share of its training in which its helpers had its CPUs.
+
+    Where a node has no more CPUs, loader workers do not count: the rank would have to do their work
+    itself, in the same time.
+    """
+    found, is_full = {}, more_cpus(facts, cpus_per_rank(facts) + 1) is None
     for rank in facts.ranks:
         if rank.rank in cpu_waits(facts) and rank.cpus:
             seconds, helpers = training_seconds(rank), (rank.helper_cpu_seconds or 0.0)
+            if is_full:
+                helpers = max(0.0, helpers - (rank.loader_cpu_seconds or 0.0))
             # at least: the CPUs that the rank and its helpers left may all be other processes'
             others = max(0.0, seconds - (rank.cpu_seconds or 0.0) / len(rank.cpus))
             waited = min(rank.cpu_wait_seconds or 0.0, seconds) - others

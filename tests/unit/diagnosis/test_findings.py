@@ -789,8 +789,8 @@ def test_a_rank_without_a_cpu_is_slow_for_that_reason() -> None:
     [
         ({"OMP_NUM_THREADS": "8"}, [], 2, ("environment.variables.OMP_NUM_THREADS", "1")),
         ({}, ["--workers=2"], 8, ("resources.cpus_per_rank", 3)),
-        ({}, ["--workers=2"], 4, ("args.0", "--workers=0")),
-        ({}, ["--num_workers", "2"], None, ("args.1", "0")),
+        ({}, ["--workers=2"], 4, ("", None)),
+        ({}, ["--num_workers", "2"], None, ("", None)),
         ({}, [], 8, ("", None)),  # threads that the program starts by itself
     ],
 )
@@ -812,6 +812,21 @@ def test_own_threads_are_not_the_processes_of_others(
     assert "own threads" in found.verdict
     assert (found.changes[0].field, found.changes[0].value) == change
     assert not any("other processes" in one.text for one in found.changes)
+
+
+@pytest.mark.parametrize(("node_cpus", "kinds"), [(2, ["own-contention"]), (1, []), (None, [])])
+def test_loaders_on_a_full_node_take_no_time_from_their_rank(
+    node_cpus: int | None, kinds: list[str]
+) -> None:
+    """Without them the rank would do their work itself; where a node has more CPUs, these help."""
+    busy: Any = {"cpu_wait_seconds": 2000.0, "cpu_seconds": 3100.0, "helper_cpu_seconds": 2200.0}
+    own = [replace(one, **busy, cpus=[0], loader_cpu_seconds=2100.0) for one in ranks()[:1]]
+    job = {**JOB, "resources": {**JOB["resources"], "cpus_per_rank": 1}}
+    alone = facts(ranks=own, job=job, node_cpus=node_cpus, node_count=1, world_size=1)
+    found = diagnose(alone).findings
+    assert [one.kind for one in found] == kinds
+    for one in found:
+        assert (one.changes[0].field, one.changes[0].value) == ("resources.cpus_per_rank", 2)
 
 
 @pytest.mark.parametrize("over", [True, False])
