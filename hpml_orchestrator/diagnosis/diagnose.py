@@ -20,9 +20,9 @@ from hpml_orchestrator.diagnosis.shares import (
     hours,
     is_judged,
     shares,
-    step_seconds,
     steps_known,
     steps_suffice,
+    training_seconds,
 )
 from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import (
@@ -142,11 +142,14 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         yield _needs("waits-for-data", what, needs)
     elif not steps_suffice(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)
-        had = f"{steps:g} in {math.floor(step_seconds(facts) * 10) / 10:g} s"
-        needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
+        trained = max(map(training_seconds, facts.ranks), default=0.0)
+        had = f"{steps:g} in {math.floor(trained * 10) / 10:g} s"
+        needs = (
+            f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of training after the warm-up"
+        )
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     elif not steps_known(facts):
-        needs = f"at least {TOO_SHORT_SECONDS:g} s of steps, and most of the training counted"
+        needs = "`channel.timed(...)` between the steps: most of the training is not counted"
         yield _needs("waits-for-data", what, needs)
     else:
         yield from _unknown_parts(facts)

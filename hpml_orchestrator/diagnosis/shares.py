@@ -29,11 +29,7 @@ _IDLE = 0.02  # share of the time with a kernel
 
 def steps_known(facts: Facts) -> bool:
     """Whether enough steps were counted to judge them, and most of the training is counted."""
-    return (
-        steps_suffice(facts)
-        and step_seconds(facts) >= TOO_SHORT_SECONDS
-        and max(uncounted_shares(facts).values(), default=0.0) < _MOST
-    )
+    return steps_suffice(facts) and max(uncounted_shares(facts).values(), default=0.0) < _MOST
 
 
 def steps_suffice(facts: Facts) -> bool:
