@@ -162,6 +162,8 @@ def _run(
     why, hint = why or (last if process.returncode else "two are needed"), ""
     if why.startswith(("ImportError", "ModuleNotFoundError")):
         hint = f"check environment.venv, conda, modules and python ({command[0]}); "
+    if why.endswith("--time-limit, are over"):
+        hint = "give it more time with --time-limit; "
     made = counted(figures["steps"], "optimizer step")
     raise JobFailedError(f"{name_of(command)} ended after {made}: {why}", hint=hint + _FORMULAS)
 

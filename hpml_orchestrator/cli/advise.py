@@ -94,15 +94,19 @@ def advise(
     resolved = load_job(job_file, values, site, arguments=appended_arguments(context))
     resolved, _ = resolve_stage_targets(resolved)
     job = resolved.job
+    if given and not job.resources.gpu_count:
+        hint = "--set resources.gpus=1, or leave it out"
+        message = "the job asks for no GPU"
+        raise InputError(message, field="--device-memory", value=device_memory, hint=hint)
     profile = site.site if site else None
     mebibytes = memory_mb() if backend == "local" else room_of_site(job, profile).memory_mib
     host_limit = float(mebibytes * MIB) if mebibytes else None
     device = given or gpu_memory(job, profile)
     if model is not None:
         need, batch = read_model(model)
-        example = f"--model {model},layers=32,hidden=4096,sequence=2048,batch=8"
+        example = f"--model {model},layers=L,hidden=H,sequence=S,vocabulary=V,batch=B"
         lacking = (
-            f"activations are not counted: give the model's shape, such as {example}; FSDP assumes "
+            f"activations are not counted: give the model's shape, {example}; FSDP assumes "
             f"{counted(need.layers, 'layer')}; a network that is no transformer needs a measured "
             "run, without --model"
         )

@@ -377,7 +377,7 @@ def _model_words(text: str) -> tuple[dict[str, float], dict[str, str]]:
         match = _COUNT.fullmatch(value)
         number = float(match[1]) * _POWERS[match[2].lower()] if match else 0.0
         if not math.isfinite(number) or number < 1 or (name in _SHAPE and number % 1):
-            right = "must be a number such as 7B, 350M or 4096"
+            right = "must be a number such as 7B, 350M or 4096, and at least 1"
             hint = _OTHER_NETWORKS if name == "parameters" else ""
             raise InputError(right, field=f"--model {name}", value=value, hint=hint)
         numbers[name] = number

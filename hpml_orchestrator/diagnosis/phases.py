@@ -58,7 +58,8 @@ def time_text(facts: Facts) -> str:
         # What remains of a step is called compute only if every other part was measured; here some
         # may be unknown.
         parts["the rest"] = parts.pop(COMPUTE)
-        texts.append(_percent(parts, "of the steps: "))
+        others = ", while other processes had the CPUs" if contended(facts) else ""
+        texts.append(_percent(parts, f"of the steps{others}: "))
     return "; ".join(filter(None, texts))
 
 

@@ -15,6 +15,7 @@ from hpml_orchestrator.diagnosis.shares import (
     ranks_text,
     steps_known,
     training_seconds,
+    training_share,
     uncounted_seconds,
     uncounted_shares,
 )
@@ -100,9 +101,8 @@ def own_threads(facts: Facts) -> Finding | str | None:
         Change("let another process do what these threads compute, such as a loader worker"),
         Change("let threads that poll wait instead: `queue.get()`, `Event.wait()`"),
     ]
-    found = find(
-        facts, "own-threads", share, verdict, evidence, changes, saves=share, of_steps=True
-    )
+    saves = training_share(facts, max(share, min(1.0, beside)))
+    found = find(facts, "own-threads", share, verdict, evidence, changes, saves=saves)
     return found or verdict
 
 

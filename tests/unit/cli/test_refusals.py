@@ -44,6 +44,7 @@ LINES = [
     ("advise none.yaml", 3, "no such job file: ", ""),
     ("advise good.yaml", 2, "command: is not a Python program that can be measured", "--model 7B"),
     ("advise good.yaml --device-memory lots", 2, "--device-memory: must be a size such as", ""),
+    ("advise good.yaml --device-memory 80G", 2, "--device-memory: the job asks for no GPU", ""),
     ("advise good.yaml --device-memory 0", 2, "--device-memory: must be", ""),
     ("advise good.yaml --time-limit 0", 2, "--time-limit: must be between 1 and 3600", ""),
     ("advise good.yaml --model seven", 2, "--model parameters: must be a number such as 7B", ""),

@@ -838,6 +838,7 @@ def test_what_is_advised_can_be_done(over: bool, on_slurm: bool) -> None:
     changes = diagnose(late).findings[0].changes
     assert any("hpml attach" in change.text for change in changes) != over
     assert any(change.field == "resources.exclusive" for change in changes) == on_slurm
+    assert "of the steps, while other processes had the CPUs: " in diagnose(late).time
     (blind,) = (one.needs for one in diagnose(late).unknown if one.kind == "communication")
     again = "with `resources.exclusive: true`" if on_slurm else "or when the machine is idle"
     assert "run it again " in blind
