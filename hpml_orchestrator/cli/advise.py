@@ -60,8 +60,8 @@ def advise(
             "--model",
             metavar="SIZE|NAME=VALUE,...",
             help="Use formulas for transformers instead of running the program: 7B, or "
-            "parameters=7B,layers=32,hidden=4096,sequence=2048,heads=32,vocabulary=32000,batch=1,"
-            "optimizer=adamw,precision=mixed.",
+            "parameters=7B,layers=32,hidden=4096,sequence=2048, with more names such as "
+            "heads=32,vocabulary=32000,batch=1,optimizer=adamw,precision=mixed.",
         ),
     ] = None,
     time_limit: Annotated[
