@@ -109,6 +109,13 @@ def cpu_waits(facts: Facts) -> dict[int, float]:
     return found
 
 
+def thread_seconds(rank: RankFacts) -> float | None:
+    """Return the CPU time of the thread that trains; None if it is not known."""
+    if rank.cpu_seconds is None or rank.helper_cpu_seconds is None:
+        return None
+    return max(0.0, rank.cpu_seconds - rank.helper_cpu_seconds)
+
+
 def part(rank: RankFacts, name: str) -> float:
     """Return some seconds of a rank; 0 if they are not known, and no more than its steps took."""
     return min(getattr(rank, name) or 0.0, rank.step_seconds or 0.0)

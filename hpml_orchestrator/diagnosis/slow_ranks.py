@@ -16,6 +16,7 @@ from hpml_orchestrator.diagnosis.shares import (
     ranks_text,
     shares,
     steps_known,
+    thread_seconds,
     training_seconds,
     uncounted_seconds,
 )
@@ -243,11 +244,7 @@ def _late_by(
 
     lacking, own_lacking = lacked(cpu_waits(facts)), lacked(own_waits(facts))
     copies = _excess_of(ranks, "transfer_seconds", longest).get(first, 0.0)
-    used = {
-        n: one.cpu_seconds - one.helper_cpu_seconds
-        for n, one in ranks.items()
-        if one.cpu_seconds is not None and one.helper_cpu_seconds is not None
-    }
+    used = {n: cpu for n, one in ranks.items() if (cpu := thread_seconds(one)) is not None}
     working, least = _excess(ranks, used, longest).get(first, 0.0), CAUSE_SHARE * share
     # Loading that takes longer because other processes have the CPU is not the cause.
     waited, late = loading.get(first, 0.0) * (lacking < least), copies * (lacking < least)
@@ -294,8 +291,9 @@ def own_waits(facts: Facts) -> dict[int, float]:
     itself, in the same time.
     """
     found, is_full = {}, more_cpus(facts, cpus_per_rank(facts) + 1) is None
+    known = cpu_waits(facts)
     for rank in facts.ranks:
-        if rank.rank in cpu_waits(facts) and rank.cpus:
+        if rank.rank in known and rank.cpus:
             seconds, helpers = training_seconds(rank), (rank.helper_cpu_seconds or 0.0)
             if is_full:
                 helpers = max(0.0, helpers - (rank.loader_cpu_seconds or 0.0))

@@ -14,6 +14,7 @@ from hpml_orchestrator.diagnosis.shares import (
     find,
     ranks_text,
     steps_known,
+    thread_seconds,
     training_seconds,
     training_share,
     uncounted_seconds,
@@ -60,13 +61,13 @@ def uncounted_time(facts: Facts) -> Finding | str | None:
 
 
 def _cpu_there(facts: Facts, rank: RankFacts) -> list[str]:
-    used, outside = _thread_seconds(rank), uncounted_seconds(rank)
+    used, outside = thread_seconds(rank), uncounted_seconds(rank)
     if used is None:
         return []
     # The thread may have used a CPU in all of what is counted, or in nothing of it.
     least, most = max(0.0, used - (training_seconds(rank) - outside)), min(used, outside)
     text = f"its thread used {least:.0f} to {most:.0f} s of CPU there"
-    others = map(_thread_seconds, (one for one in facts.ranks if one is not rank))
+    others = map(thread_seconds, (one for one in facts.ranks if one is not rank))
     known = [seconds for seconds in others if seconds is not None]
     if known and (more := used - median(known)) >= 1:
         text += f", and {more:.0f} s more than the others' in the whole training"
@@ -90,7 +91,7 @@ def own_threads(facts: Facts) -> Finding | str | None:
         return None
     rank = _worst(facts, taken)
     share, whole = taken[rank.rank], training_seconds(rank)
-    beside, used = (rank.python_cpu_seconds or 0.0) / whole, _thread_seconds(rank) or 0.0
+    beside, used = (rank.python_cpu_seconds or 0.0) / whole, thread_seconds(rank) or 0.0
     verdict = f"the script's own threads take {share:.0%} of each step"
     evidence = [
         f"{share:.0%} of the steps on rank {rank.rank}",
@@ -116,7 +117,7 @@ def unexplained_rest(facts: Facts) -> Finding | None:
     rest, steps = rank_parts(rank)[COMPUTE], rank.step_seconds or 1.0
     if rest < _LARGE * steps or known[rank.rank] < _STILL * rest:
         return None
-    core = min(1.0, (_thread_seconds(rank) or 0.0) / rest)
+    core = min(1.0, (thread_seconds(rank) or 0.0) / rest)
     needs = "a look at the traces in `profile`" if facts.profile else _PROFILE
     if not _is_measured(facts, rank):
         needs = f"its waits measured (`hpml_waits.py`), or {needs}"
@@ -133,7 +134,7 @@ def _still_seconds(facts: Facts, rank: RankFacts) -> float | None:
     They are in no part of the steps; its thread neither ran nor waited for a CPU; and neither
     threads of the framework nor a GPU computed.
     """
-    used, rest = _thread_seconds(rank), rank_parts(rank).get(COMPUTE)
+    used, rest = thread_seconds(rank), rank_parts(rank).get(COMPUTE)
     busy = [(one.utilization_ratio or 0.0) * (one.seconds or rest or 0) for one in used_gpus(facts)]
     if used is None or rest is None or rank.cpu_wait_seconds is None:
         return None
@@ -144,13 +145,6 @@ def _still_seconds(facts: Facts, rank: RankFacts) -> float | None:
         others = (rank.loader_cpu_seconds or 0.0) + rank.python_cpu_seconds
         computed += max(0.0, (rank.helper_cpu_seconds or 0.0) - others)
     return max(0.0, rest - used - rank.cpu_wait_seconds - computed)
-
-
-def _thread_seconds(rank: RankFacts) -> float | None:
-    """Return the CPU time of the thread that trains."""
-    if rank.cpu_seconds is None or rank.helper_cpu_seconds is None:
-        return None
-    return max(0.0, rank.cpu_seconds - rank.helper_cpu_seconds)
 
 
 def _is_measured(facts: Facts, rank: RankFacts) -> bool:
