@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
+from hpml_orchestrator.sweeps.doubts import other_work, timed_out, unequal
 from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Setting, SweepFacts
-from hpml_orchestrator.sweeps.notices import other_work, timed_out, unequal
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
 from hpml_orchestrator.sweeps.wording import estimate_text
 

@@ -19,7 +19,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
-from hpml_orchestrator.sweeps import models, notices, statistics, trial, wording
+from hpml_orchestrator.sweeps import answers, doubts, notices, ranking, statistics, trial, wording
 from hpml_orchestrator.sweeps.communication import communication
 from hpml_orchestrator.sweeps.facts import (
     CONTINUED,
@@ -27,22 +27,19 @@ from hpml_orchestrator.sweeps.facts import (
     PARTS,
     TIMED_OUT,
     Costs,
-    FittedModel,
     PointStart,
     RankedFigure,
     Setting,
     SweepFacts,
 )
+from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.rows import PointRow
-from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
+from hpml_orchestrator.sweeps.statistics import Estimate
 from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
-_SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
-_SCALES_OF_USL = 5
-_LACK_OF_FIT = 0.05  # highest p-value of a curve that does not fit
 
 
 def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
@@ -76,11 +73,11 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
             )
             for point, row in groups[key]
         ]
-    mixed = notices.mixed_batches(plan.mode, settings)
+    mixed = doubts.mixed_batches(plan.mode, settings)
     if plan.baseline is not None:
         # Doubts come first: a speedup is withheld if its baseline is in doubt. Each pass builds
         # new settings, so the baselines are looked up again.
-        for find in (_doubted, *([] if mixed else [_compared])):
+        for find in (ranking.doubted, *([] if mixed else [ranking.compared])):
             bases = {one.series: one for one in settings if one.scale == plan.baseline}
             settings = [find(one, bases.get(one.series), plan) for one in settings]
     report = SweepFacts(
@@ -101,10 +98,10 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         provenance=_provenance(plan, rows),
         communication=communication([row for row in ordered if _complete(row)]),
     )
-    report = _ranked(report, paired=_in_blocks(plan))
+    report = ranking.ranked(report, paired=_in_blocks(plan))
     report = replace(
         report,
-        fits=tuple(_fits(report)),
+        fits=tuple(fits_of(report)),
         notices=tuple(
             notices.notices(
                 plan,
@@ -113,10 +110,10 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
                 one_after_other=not _mixed_order(plan) and any(one.planned > 1 for one in settings),
             )
         ),
-        question=wording.question(report),
-        answer=tuple(trial.sentences(plan, rows) if plan.trial else wording.answer(report)),
+        question=answers.question(report),
+        answer=tuple(trial.sentences(plan, rows) if plan.trial else answers.answer(report)),
     )
-    return replace(report, checks=wording.checklist(report))
+    return replace(report, checks=answers.checklist(report))
 
 
 def _complete(row: PointRow) -> bool:
@@ -248,7 +245,7 @@ def _setting(
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        doubt=notices.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
+        doubt=doubts.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
     )
 
 
@@ -310,139 +307,6 @@ def _parts(row: PointRow) -> dict[str, float]:
     parts |= {**inner, "steps": training - waited, "data wait": waited}
     parts["not divided"] = (row.total_seconds or 0.0) - sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > _ROUNDING_SECONDS}
-
-
-def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
-        return setting
-    unequal = notices.unequal(setting, baseline)
-    reasons = [setting.doubt]
-    if plan.mode == "strong":  # a weak sweep compares rates, and its batch grows
-        reasons += [notices.other_work(setting, baseline), unequal]
-    return replace(setting, unequal=unequal, doubt="; ".join(filter(None, reasons)))
-
-
-def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    if not (baseline and baseline.figure and setting.figure and setting.scale and baseline.scale):
-        return setting
-    if setting.doubt or baseline.doubt:
-        return setting
-    if setting is baseline:
-        itself = Estimate(1, setting.runs, None)
-        return replace(setting, speedup=Speedup(1, setting.runs, None, 1, itself))
-    scale, growth = setting.scale / baseline.scale, 1.0
-    paired = _paired(baseline, setting)
-    old, new = paired or (baseline.samples["figure"], setting.samples["figure"])
-    if plan.mode == "weak":
-        # Weak scaling compares rates, for which more is better, so the two sides swap.
-        old, new = new, old
-        work = [one.means.get("work", math.nan) for one in (setting, baseline)]
-        growth = work[0] / work[1]
-    speedup = statistics.speedup(old, new, scale=scale, paired=bool(paired))
-    # With ideal scaling every phase would shrink with the scale and, in a weak sweep, grow with
-    # the work. What a phase takes beyond that is lost.
-    lost = {
-        name: setting.phases.get(name, 0.0) - baseline.phases.get(name, 0.0) * growth / scale
-        for name in PARTS
-        if name in {**setting.phases, **baseline.phases} and math.isfinite(growth)
-    }
-    serial = _serial_fraction(speedup) if scale > 1 else None
-    return replace(setting, speedup=speedup, serial_fraction=serial, lost=lost)
-
-
-def _paired(one: Setting, other: Setting) -> tuple[list[float], list[float]] | None:
-    both = sorted(one.blocks.keys() & other.blocks.keys())
-    if len(both) < MIN_REPEATS:
-        return None
-    return [one.blocks[repeat] for repeat in both], [other.blocks[repeat] for repeat in both]
-
-
-def _serial_fraction(speedup: Speedup) -> Estimate:
-    ends, scale = speedup.interval, speedup.scale
-    # The serial fraction falls as the speedup rises, so the ends of the interval swap.
-    interval = ends and Interval(
-        models.karp_flatt(ends.high, scale), models.karp_flatt(ends.low, scale), ends.method
-    )
-    return Estimate(models.karp_flatt(speedup.value, scale), speedup.n, interval)
-
-
-def _ranked(report: SweepFacts, *, paired: bool) -> SweepFacts:
-    """Return the report with its best setting, and mark those not distinguishable from it."""
-    if not report.ranked:
-        return report
-    top, *others = report.ranked
-    settings = [one for one in report.ranked if one.runs >= MIN_REPEATS]
-    in_pairs = paired and all(_paired(top, one) for one in others if one in settings)
-    samples = [(top.samples["figure"], one.samples["figure"]) for one in others]
-    aligned = [_paired(top, one) if in_pairs else None for one in others]
-    found = statistics.distinguishable(
-        [pair or sample for pair, sample in zip(aligned, samples, strict=True)],
-        comparisons=len(settings) * (len(settings) - 1) // 2,
-        paired=in_pairs,
-    )
-    differ = {one.number: answer for one, answer in zip(others, found, strict=True)}
-    if top in settings:
-        differ[top.number] = False
-    best = top
-    if report.scaling:  # the smallest of those that may be the fastest
-        equal = [one for one in report.ranked if differ.get(one.number) is False]
-        best = min(equal, key=lambda one: one.scale or 0, default=top)
-    marked = [replace(one, distinguishable=differ.get(one.number)) for one in report.settings]
-    return replace(report, settings=tuple(marked), best=best.number)
-
-
-def _fits(report: SweepFacts) -> Iterable[FittedModel]:
-    """Fit the laws of scaling to each series with speedups at three scales or more, USL at five."""
-    strong = report.mode == "strong"
-    for series, settings in report.series.items():
-        compared = {
-            one.scale: one.samples["figure"]
-            for one in settings
-            if one.speedup and one.scale and not one.oversubscribed
-        }
-        if len(compared) < _SCALES_OF_A_LAW or not report.baseline:
-            continue
-        unit = min(compared)
-        units = [scale / unit for scale, runs in compared.items() for _ in runs]
-        values = [value for runs in compared.values() for value in runs]
-        rates = [1 / value for value in values] if strong else values
-        notes = [f"scales count in units of {wording.scale_text(unit, report.unit)}"] * (unit > 1)
-        if strong:
-            fits = {"Amdahl": models.fit_amdahl(units, values)}
-        else:
-            fits = {"Gustafson": models.fit_gustafson(units, rates)}
-        if len(compared) >= _SCALES_OF_USL:
-            fits["Universal Scalability Law"] = models.fit_usl(units, rates)
-        for name, fit in fits.items():
-            base = fit.predict(report.baseline / unit)
-            power = -1 if name == "Amdahl" else 1  # Amdahl's law gives seconds, the others rates
-            yield FittedModel(
-                model=name,
-                formula=fit.formula,
-                series=series,
-                parameters=fit.parameters,
-                residual=fit.residual,
-                lack_of_fit=fit.lack_of_fit,
-                speedups={scale: (fit.predict(scale / unit) / base) ** power for scale in compared},
-                note="; ".join([*notes, *_peak(fit, unit, report.unit), *_misfit(fit.lack_of_fit)]),
-            )
-
-
-def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
-    if "b" in fit.parameters:
-        peak = models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
-        limit = 2 * fit.largest_scale
-        if peak <= limit:
-            yield f"highest throughput at about {unit * peak:.0f} {noun}"
-        else:
-            yield f"no peak up to {unit * limit:.0f} {noun}, twice the largest measured scale"
-
-
-def _misfit(p_value: float | None) -> Iterable[str]:
-    if p_value is None:
-        yield "whether it fits is not known: that takes repeats, and more scales than parameters"
-    elif p_value < _LACK_OF_FIT:
-        yield "does not fit: it misses the scales by more than the runs scatter, do not build on it"
 
 
 def _costs(rows: Sequence[PointRow]) -> Costs:
