@@ -190,7 +190,9 @@ class Channel:
             message = {"v": 1, "type": kind, "event": event, **who, **more}
             text = json.dumps(message, default=lambda one: getattr(one, "item", one.__str__)())
             if "NaN" in text or "Infinity" in text:
-                text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+                # A result without null for NaN: it tells a training that diverged from no figure.
+                constant = str if kind == "result" else lambda _: None
+                text = json.dumps(json.loads(text, parse_constant=constant))
             if len(text) <= MAX_DATAGRAM_BYTES:
                 self._unsent.append(text.encode("ascii"))
                 if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):

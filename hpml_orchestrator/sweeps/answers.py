@@ -12,6 +12,7 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
+from hpml_orchestrator.sweeps.quality import runs_text
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
 from hpml_orchestrator.sweeps.wording import (
     CONSTANT,
@@ -165,16 +166,26 @@ def _no_gain(report: SweepFacts, best: Setting, others: Sequence[Setting]) -> It
 def _accuracies(report: SweepFacts, best: Setting) -> str:
     base = next((one for one in report.series[best.series] if one.scale == report.baseline), best)
     shown = [best] if base is best else [best, base]
-    if not all(one.accuracy for one in shown):
-        return "The runs report no accuracy, so it is not known whether all scales train as well."
-    texts = [f"{exact_text(one.accuracy)} with {one.label}" for one in shown]
+    found = [(one, one.quality) for one in shown if one.quality]
+    if len(found) < len(shown):
+        return (
+            "The runs report no accuracy or loss, so it is not known whether all scales train as "
+            "well."
+        )
+    texts = [f"{exact_text(quality.median)} with {one.label}" for one, quality in found]
+    name, margin = found[0][1].name, found[0][1].margin_text
+    kept = {
+        True: f", not worse by more than {margin}",
+        False: f", not shown to be within {margin} ({runs_text(found[0][1], found[-1][1])})",
+        None: "",
+    }
     few = [
-        f"only {len(one.samples['accuracy'])} of {one.runs} runs of {one.label} report it"
-        for one in shown
-        if len(one.samples["accuracy"]) < one.runs
+        f"only {len(quality.values)} of {one.runs} runs of {one.label} report it"
+        for one, quality in found
+        if len(quality.values) < one.runs
     ]
-    name = report.accuracy_name[:1].upper() + report.accuracy_name[1:]
-    return "; ".join([f"{name}: {' and '.join(texts)}", *few]) + "."
+    judged = f"{' and '.join(texts)}{kept[best.keeps_quality]}"
+    return "; ".join([f"{name[:1].upper() + name[1:]}: {judged}", *few]) + "."
 
 
 def _limit(setting: Setting, baseline: str) -> Iterable[str]:

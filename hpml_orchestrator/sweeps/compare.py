@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.doubts import other_work, timed_out, unequal
+from hpml_orchestrator.sweeps.doubts import lost, other_work, timed_out
 from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Setting, SweepFacts
+from hpml_orchestrator.sweeps.quality import kept
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
 from hpml_orchestrator.sweeps.wording import estimate_text
 
@@ -29,7 +30,7 @@ class Pair:
     # `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if `doubt`
     # gives a reason against comparing the times
     verdict: str
-    doubt: str = ""  # runs timed out, did another amount of work, or reached another accuracy
+    doubt: str = ""  # runs timed out, did another amount of work, or are not shown to train as well
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,16 @@ def _pair(before: Setting | None, after: Setting | None) -> Pair:
             timed_out(sum(one.missing.get(state, 0) for state in TIMED_OUT), one.runs)
             for one in (before, after)
         ]
-        doubts += [other_work(after, before), unequal(after, before)]
+        for one in (before, after):
+            text, is_third = lost(one.diverged, one.missing, one.planned)
+            doubts += [text] * is_third
+        speedup = statistics.speedup(*seconds)
+        # Only the faster side can owe its time to a model that was trained less well.
+        sides = [(after, before, "the first sweep"), (before, after, "the second sweep")]
+        ours, theirs, whose = sides[speedup.value < 1]
+        doubts += [other_work(after, before), kept(ours.quality, theirs.quality, whose)[1]]
         doubt = "; ".join(dict.fromkeys(filter(None, doubts)))
-        return Pair(before.label, before, after, statistics.speedup(*seconds), "unknown", doubt)
+        return Pair(before.label, before, after, speedup, "unknown", doubt)
     label = "".join(one.label for one in (before, after) if one)
     return Pair(label, before, after, None, "unknown")
 

@@ -6,16 +6,17 @@ The rules are those of docs/sweeps.md.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpml_orchestrator.diagnosis.templates import percent
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.sweeps.facts import Setting
-from hpml_orchestrator.sweeps.statistics import distinguishable
-from hpml_orchestrator.sweeps.wording import CONSTANT, value_text
+from hpml_orchestrator.sweeps.facts import Notice, Setting
+from hpml_orchestrator.sweeps.wording import CONSTANT
 
 _SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
-_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if distinguishable from noise, and if not
+# Ends that a scale can cause; evictions (node failure, preemption, cancellation) are the cluster's.
+_ERRORS = {"FAILED": "failed", "OUT_OF_MEMORY": "ran out of memory"}
+_MOST_DETAILS = 8
 
 
 def timed_out(timeouts: int, complete: int) -> str:
@@ -37,18 +38,27 @@ def other_work(setting: Setting, baseline: Setting) -> str:
     return ""
 
 
-def unequal(setting: Setting, baseline: Setting) -> str:
-    """Return how the accuracy differs from the baseline's; empty if it is about the same."""
-    pair = setting.samples["accuracy"], baseline.samples["accuracy"]
-    if not all(pair):
-        return ""
-    ours, theirs = (one.means["accuracy"] for one in (setting, baseline))
-    (sure,) = distinguishable([pair], comparisons=1)
-    usual = max(_LARGE_LOSS, max(pair[1]) - min(pair[1]))  # two runs may differ by chance
-    if abs(ours - theirs) > (_SMALL_LOSS if sure else usual):
-        means = f"{value_text(ours)}, against {value_text(theirs)}"
-        return f"the mean accuracy is {means} with {baseline.label}"
-    return ""
+def lost(diverged: Mapping[str, int], missing: Mapping[str, int], planned: int) -> tuple[str, bool]:
+    """Return how many runs diverged or ended in an error, and whether that is a third or more."""
+    ends = [(f"diverged ({figure})", count) for figure, count in diverged.items()]
+    ends += [(text, missing[state]) for state, text in _ERRORS.items() if missing.get(state)]
+    whole = f"of {counted(planned, 'run')} "
+    text = " and ".join(
+        f"{count} {'' if place else whole}{end}" for place, (end, count) in enumerate(ends)
+    )
+    return text, bool(ends) and 3 * sum(count for _, count in ends) >= planned
+
+
+def some_lost(settings: Sequence[Setting]) -> Iterable[Notice]:
+    """Yield a warning about scales of which fewer than a third of the runs were lost."""
+    found = [(one.label, *lost(one.diverged, one.missing, one.planned)) for one in settings]
+    texts = [f"{label}: {text}" for label, text, is_third in found if text and not is_third]
+    if texts:
+        text = (
+            "These settings are compared by the runs that completed; diverged ones count in their "
+            "times, not in their accuracy."
+        )
+        yield Notice("Runs that diverged or failed", text, "loud", tuple(texts[:_MOST_DETAILS]))
 
 
 def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:

@@ -67,6 +67,27 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """How well the runs of a setting trained, by the figure that they report."""
+
+    name: str  # in words, as `test accuracy`
+    maximize: bool
+    margin: float  # how much worse than at the baseline it may be
+    relative: bool  # whether the margin is a share of the figure
+    values: tuple[float, ...]  # of the complete runs that report it
+    median: Estimate
+    tested: int  # how many of the values come from test data
+    test_set: str  # its size, and the binomial interval of this accuracy; empty if not reported
+
+    @property
+    def margin_text(self) -> str:
+        """The margin with its unit."""
+        if self.relative:
+            return f"{100 * self.margin:g} %"
+        return f"{self.margin:g}{' point' if self.margin == 1 else ''}"
+
+
+@dataclass(frozen=True)
 class Setting:
     """What was measured with one scale and one combination of the axes' values."""
 
@@ -82,6 +103,8 @@ class Setting:
     seconds_without_staging: Estimate | None
     samples_per_second: Estimate | None
     accuracy: Estimate | None
+    quality: Quality | None
+    diverged: Mapping[str, int]  # complete runs by the figure that is no number
     figure: Estimate | None  # what settings are ranked by (`SweepFacts.figure`)
     # The values of the complete runs: `total_seconds`, `accuracy`, `figure`
     samples: Mapping[str, tuple[float, ...]]
@@ -91,17 +114,19 @@ class Setting:
     # Every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
     # reported, by these names
     ran: Mapping[str, tuple[float, ...]]
-    # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `accuracy`,
-    # `queue_seconds`, `data_wait_ratio` and `gpu_active`, if known
+    # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `queue_seconds`,
+    # `data_wait_ratio` and `gpu_active`, if known
     means: Mapping[str, float]
     phases: Mapping[str, float]  # mean seconds by `PARTS`
     costs: Costs  # of all attempts
     oversubscribed: int  # complete runs with more ranks than cores
     unverified: int  # complete runs whose binding is not verified
-    # Why it is not compared with other scales, empty if it is: runs timed out, trained less than at
-    # the baseline, or to another accuracy
+    # Why it is not compared with other scales, empty if it is: runs timed out or were lost, trained
+    # less than at the baseline, or are not shown to train as well
     doubt: str = ""
-    unequal: str = ""  # how its accuracy differs from the baseline's, empty if it does not
+    unequal: str = ""  # why its quality withholds the speedup of a strong sweep, if it does
+    # Whether its quality is shown to be that of the baseline; None: the baseline, or not reported
+    keeps_quality: bool | None = None
     speedup: Speedup | None = None  # over the baseline of the same series
     serial_fraction: Estimate | None = None  # of Karp and Flatt
     # Mean seconds more than with ideal scaling from the baseline, by `PARTS`

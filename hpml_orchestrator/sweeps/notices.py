@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.sweeps.doubts import differing
+from hpml_orchestrator.sweeps.doubts import differing, some_lost
 from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS
@@ -83,6 +83,8 @@ def _deviations(plan: SweepPlan, report: SweepFacts) -> Iterable[Notice]:
         names = first_few([one.label for one in loose])
         text = f"{sum(one.unverified for one in loose)} {complete} are not verified ({names})."
         yield Notice("Binding not verified", f"The bindings of {text}")
+    if not report.search:
+        yield from some_lost(report.settings)
     planned = {point.number: point.learning_rate for point in plan.points}
     rates = [
         f"point {attempt.row.point}: {reported:g} instead of {rate:g}"

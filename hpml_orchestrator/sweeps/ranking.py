@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hpml_orchestrator.sweeps import doubts, models, statistics
+from hpml_orchestrator.sweeps import doubts, models, quality, statistics
 from hpml_orchestrator.sweeps.facts import PARTS, Setting, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
@@ -15,11 +15,12 @@ def doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Sett
     """Return the setting with the reasons against comparing it with the baseline."""
     if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
         return setting
-    unequal = doubts.unequal(setting, baseline)
+    kept, unequal = quality.kept(setting.quality, baseline.quality, baseline.label)
     reasons = [setting.doubt]
     if plan.mode == "strong":  # a weak sweep compares rates, and its batch grows
         reasons += [doubts.other_work(setting, baseline), unequal]
-    return replace(setting, unequal=unequal, doubt="; ".join(filter(None, reasons)))
+    doubt = "; ".join(filter(None, reasons))
+    return replace(setting, keeps_quality=kept, unequal=unequal, doubt=doubt)
 
 
 def compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:

@@ -28,12 +28,14 @@ from hpml_orchestrator.sweeps.facts import (
     TIMED_OUT,
     Costs,
     PointStart,
+    Quality,
     RankedFigure,
     Setting,
     SweepFacts,
 )
 from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
+from hpml_orchestrator.sweeps.quality import qualities, with_divergence
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import Estimate
 from hpml_orchestrator.sweeps.targets import aim_of, target_of
@@ -49,7 +51,7 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         plan: for a search, with the known points of its batches in `points`.
         rows: every start of every point; a planned point without a row counts as waiting.
     """
-    rows = [start for row in rows for start in _starts(row)]
+    rows = with_divergence(plan, [start for row in rows for start in _starts(row)])
     points = {point.number: point for point in plan.points}
     waiting = [PointRow(number) for number in points.keys() - {row.point for row in rows}]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
@@ -63,10 +65,14 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         groups[place, within].append((point, row))
     named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
     figure, aim = _figure(plan, rows, named), aim_of(plan, rows)
+    judged = qualities(
+        plan,
+        {key: [row for _, row in pairs if _complete(row)] for key, pairs in groups.items()},
+    )
     settings: list[Setting] = []
     attempts: list[PointStart] = []
     for number, key in enumerate(sorted(groups)):
-        settings.append(_setting(plan, number, groups[key], figure, aim))
+        settings.append(_setting(plan, number, groups[key], figure, aim, judged.get(key)))
         attempts += [
             PointStart(
                 number, point.repeat, point.seed if "seed" in plan.placeholders else None, row
@@ -193,6 +199,7 @@ def _setting(
     pairs: Sequence[tuple[Point, PointRow]],
     figure: RankedFigure,
     aim: float | None,
+    quality: Quality | None,
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
     complete = [(point, row) for point, row in pairs if _complete(row)]
@@ -207,13 +214,15 @@ def _setting(
         "accuracy": _known(row.accuracy for row in runs),
         "figure": _known(_values(runs, figure)),
     }
+    diverged = Counter(row.diverged for row in runs if row.diverged)
+    lost, is_third = doubts.lost(diverged, missing, len(last))
+    timed_out = doubts.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs))
     values = wording.values_text(point.values)
     scale = wording.scale_text(point.scale, plan.unit) if point.scale is not None else ""
     means = {
         "work": _mean(_work(row) for row in runs),
         "steps": _mean(row.steps for row in runs),
         "epochs": _mean(row.epochs for row in runs),
-        "accuracy": _mean(row.accuracy for row in runs),
         "queue_seconds": _mean(row.phases.get("queue") for row in runs),
         "data_wait_ratio": _mean(row.data_wait_ratio for row in runs),
         "gpu_active": _mean(row.gpu_active for row in runs),
@@ -233,6 +242,8 @@ def _setting(
         ),
         samples_per_second=_estimate(row.samples_per_second for row in runs),
         accuracy=_estimate(samples["accuracy"]),
+        quality=quality,
+        diverged=diverged,
         figure=_estimate(samples["figure"]),
         samples=samples,
         blocks={repeat: value for repeat, value in figures.items() if value is not None}
@@ -245,7 +256,7 @@ def _setting(
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        doubt=doubts.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
+        doubt="; ".join(filter(None, (timed_out, lost if is_third else ""))),
     )
 
 

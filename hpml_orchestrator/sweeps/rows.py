@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -74,6 +74,7 @@ class PointRow:
     accuracy: float | None = None
     # What the program calls it; see `TEST_ACCURACIES`. Empty in rows of earlier versions.
     accuracy_name: str = ""
+    diverged: str = ""  # the accuracy or loss that is not finite, as `test_loss is NaN`
     # Of each evaluation that was better than all before: seconds since the warm-up began, and its
     # accuracy. Empty if none was reported, or if the run continues one that Slurm requeued.
     evaluations: Sequence[tuple[float, float]] = ()
@@ -141,6 +142,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     requeued = [{**one, "continued": True} if one in continued else one for one in requeued]
     evaluations = _evaluations(attempts)
     name, accuracy = _accuracy(told, evaluations)
+    diverged = lost_figure(result, plan.spec.search.metric)
+    if accuracy is not None and not math.isfinite(accuracy):
+        diverged = diverged or f"{name} is NaN"
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
     metric = plan.spec.search.metric
@@ -164,8 +168,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
-        accuracy=accuracy,
+        accuracy=None if diverged else accuracy,
         accuracy_name=name,
+        diverged=diverged,
         evaluations=_best_so_far(evaluations),
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
@@ -227,21 +232,46 @@ def _requeued(attempt: Attempt) -> Requeued:
 def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]]:
     """Return time since the warm-up began, and accuracy, of the last attempt's evaluations.
 
-    The time is None after a requeue: such a run may continue from a checkpoint, so the time of
-    its training is unknown.
+    The accuracy is NaN after the training diverged. The time is None after a requeue: such a run
+    may continue from a checkpoint, so the time of its training is unknown.
     """
     began, found = None, []
     for event in attempts[-1].milestones() if attempts else ():
         if event.event == "warm-up":
             began = min(event.time, event.time if began is None else began)
         if event.event == "evaluation" and not event.data.get("final"):
+            names = [name for name in (*TEST_ACCURACIES, "accuracy") if name in event.data]
             data = numbers(dict(event.data))
-            names = [name for name in (*TEST_ACCURACIES, "accuracy") if name in data]
-            found += [(event.time, data[name]) for name in names[:1]]
+            # The channel has null for NaN.
+            found += [(event.time, data.get(name, math.nan)) for name in names[:1]]
+    if all(math.isnan(value) for _, value in found):
+        return []  # never measured, or no figure from the start
     start = None if len(attempts) > 1 else began
     return [
         (None if start is None else max(0.0, time - start), value) for time, value in sorted(found)
     ]
+
+
+def lost_figure(result: Mapping[str, object], metric: str, known: Collection[str] = ()) -> str:
+    """Return which accuracy, loss or metric is not finite, as `test_loss is NaN`; else nothing.
+
+    `known` are figures of other runs of the sweep, for which null counts too.
+    """
+    for name, value in result.items():
+        # `target_loss` and `seconds_to_accuracy` say nothing about the model.
+        is_aim = name.startswith("target_") or "_to_" in name
+        is_judged = name.endswith(("accuracy", "loss", "perplexity")) and not is_aim
+        is_lost = _is_not_finite(value) or (value is None and name in known)
+        if is_lost and (is_judged or name == metric):
+            return f"{name} is {'null' if value is None else value}"
+    return ""
+
+
+def _is_not_finite(value: object) -> bool:
+    if isinstance(value, str):  # as `read_result` and the channel leave it
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _best_so_far(

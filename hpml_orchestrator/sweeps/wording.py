@@ -111,7 +111,7 @@ def costs_text(costs: Costs) -> str:
 def environment(form: str) -> jinja2.Environment:
     """Return the environment of the report's templates, for `html` or `md`."""
     environment = templates.environment(form)
-    environment.globals |= {"parts": PARTS, "test_accuracies": TEST_ACCURACIES}
+    environment.globals |= {"parts": PARTS}
     environment.filters |= {
         "attempts": attempts_text,
         "axis": axis_text,

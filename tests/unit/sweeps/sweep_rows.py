@@ -148,7 +148,7 @@ def scaling(
             point,
             phases,
             samples_per_second=10 * IMAGES / (0.95 * training),
-            accuracy=0.962 - 0.002 * noise.random() - (0.02 if missed else 0),
+            accuracy=0.962 - 0.002 * noise.random() - (0.012 if missed else 0),
             target_accuracy=target,
             evaluation_every=1.0,
             seconds_to_accuracy=None if missed or target is None else 0.7 * training,
