@@ -346,9 +346,11 @@ def test_what_json_cannot_hold_is_translated(reader: ChannelReader) -> None:
         channel.event("evaluation", **data)
         channel.event("evaluation", loss=Broken())
         channel.event("evaluation", note="x" * MAX_DATAGRAM_BYTES)
+        channel.result(test_loss=float("nan"), steps_to_loss=None)
         channel.close()
-    (event,) = written(reader)
+    event, result = written(reader)
     assert event.data == {"loss": None, "rate": None, "tensor": 0.25, "path": "a"}
+    assert result.data == {"test_loss": "NaN", "steps_to_loss": None, "final": True}
     assert channel.dropped == 2
 
 

@@ -156,8 +156,9 @@ def worse_at_8(row: Any) -> Any:
         ({}, {"repeats": 3}, "4 cannot be judged with fewer than 6 runs on a side."),
         ({}, {"scales": (3, 5)}, "No setting is complete in both sweeps"),
         ({}, {"change": worse_at_8}, "not distinguishable in 3; 1 cannot be compared."),
+        ({"change": worse_at_8}, {}, "not distinguishable in 3; 1 cannot be compared."),
     ],
-    ids=["faster", "slower", "the same", "few runs", "other scales", "other accuracy"],
+    ids=["faster", "slower", "the same", "few runs", "other scales", "worse", "was worse"],
 )
 def test_a_comparison_says_what_is_distinguishable(
     before: dict[str, Any], after: dict[str, Any], sentence: str

@@ -267,6 +267,37 @@ def test_a_result_of_the_channel_and_the_file_are_one(folder: SweepFolder) -> No
     assert (row.accuracy, row.learning_rate) == (0.9, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("result", "evaluations", "diverged"),
+    [
+        ('{"test_accuracy": NaN, "train_accuracy": 1.0}', EVALUATED, "test_accuracy is NaN"),
+        ('{"test_loss": -Infinity}', [], "test_loss is -Infinity"),
+        ('{"test_loss": 1e999}', [], "test_loss is 1e999"),
+        ('{"score": NaN, "rate": NaN}', [], "score is NaN"),
+        ("{}", [0.5, None], "accuracy of the last evaluation is NaN"),
+        ("{}", [None, None], ""),
+        ('{"test_loss": null, "target_loss": NaN, "seconds_to_loss": NaN}', [], ""),
+        ('{"test_accuracy": 0.9, "device": "nan"}', [], ""),
+    ],
+)
+def test_a_figure_that_is_no_number_is_a_training_that_diverged(
+    folder: SweepFolder, result: str, evaluations: list[float | None], diverged: str
+) -> None:
+    """Not one that reports nothing, and an earlier evaluation does not stand in for it."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1, search={"metric": "score"})
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    log = folder.attempt(job_id) / "events" / "n1.jsonl"
+    for value in evaluations:
+        events.append(log, "evaluation", node="n1", rank=0, now=100.0, accuracy=value)
+    folder.report(job_id)
+    (folder.attempt(job_id).parents[1] / "result.json").write_text(result)
+    folder.controller(plan).tick()
+    (row,) = folder.rows(plan)
+    assert row.diverged == diverged
+    assert (row.accuracy is None) == (bool(diverged) or "accuracy" not in result)
+
+
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
     """Excluded, pending and running points, as of the last tick."""
     plan = folder.plan(exclude=[{"--lr": 0.3}], budget={"parallel": 2}, repeats=1)
