@@ -1,12 +1,12 @@
-"""How well the runs of a sweep trained: the figure that says so, and whether a scale keeps it."""
+"""How well the runs of a sweep trained: by which figure, and whether a scale keeps it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ _TEST_SIZES = ("test_images", "test_samples", "test_examples", "test_size", "eva
 _MARGIN = 0.01  # how much worse a scale may be: of an accuracy, or as a share of a loss
 _LARGEST_FRACTION = 1.5  # of accuracies; above it, they are per cents
 
-_Key = TypeVar("_Key", bound=Hashable)
+_Key: TypeAlias = tuple[int, int]
 
 
 class _Figure(NamedTuple):
@@ -42,8 +42,8 @@ class _Figure(NamedTuple):
 
 
 def with_divergence(plan: SweepPlan, rows: Sequence[PointRow]) -> list[PointRow]:
-    """Return the rows; those of complete runs that diverged say so, and have no accuracy."""
-    # The channel has null for a NaN, but also for what was never measured: then no run has it.
+    """Return the rows, marking complete runs that diverged; these have no accuracy."""
+    # Strict JSON has null for a NaN, but also for what was never measured: then no run has it.
     known = {name for row in rows for name in numbers(row.result)}
     found = []
     for row in rows:
@@ -104,7 +104,7 @@ def _quality(figure: _Figure, rows: Sequence[PointRow]) -> Quality | None:
         values=tuple(values),
         median=median_estimate(values),
         tested=sum(on_test),
-        test_set=_test_set(figure, median(values), judged) if is_accuracy else "",
+        test_set=_test_set(figure, median(values), judged) if is_accuracy and all(on_test) else "",
     )
 
 
@@ -128,11 +128,13 @@ def _test_set(figure: _Figure, accuracy: float, rows: Sequence[PointRow]) -> str
 def kept(ours: Quality | None, theirs: Quality | None, whose: str) -> tuple[bool | None, str]:
     """Return whether a quality is shown not to be worse than another by more than the margin.
 
-    From 6 runs of each on, the whole 95 % interval of the difference of the means (Welch) has to
-    lie within the margin, which a scale that loses more passes with a probability of at most 2.5 %.
-    Each scale is judged alone: that all of them keep the quality needs no correction, because all
-    have to pass. The second value says why the two do not compare, if they do not; with fewer runs
-    that is only if the means differ by more than the margin.
+    From 6 runs of each on, the 95 % interval of the difference of the means (Welch) must exclude a
+    larger loss, which a scale that loses more passes with a probability of at most 2.5 %: 0.3 % at
+    twice the margin, for accuracies that scatter by 0.02. Each scale is judged alone; that all of
+    them keep the quality needs no correction, because all have to pass.
+
+    The second value is the reason against comparing the two, or empty. With fewer runs there is one
+    only if the means differ by more than the margin.
 
     Args:
         ours: of the setting; None if no run reports one, which is not judged.
