@@ -13,21 +13,28 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, TypeAlias
 
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import (
+    FixedLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
 from matplotlib.typing import ColorType
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.diagnosis.templates import number
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, SweepFacts
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
-from hpml_orchestrator.sweeps.wording import axis_text, scale_text
+from hpml_orchestrator.sweeps.targets import times_to
+from hpml_orchestrator.sweeps.wording import axis_text, scale_text, value_text
 
 _FOLDER = assets.path("templates/report")
 _LIGHT = (_FOLDER / "style.css").read_text("utf-8").partition("@media")[0]
@@ -42,11 +49,15 @@ _RC = {
     "grid.color": _COLOURS["line"],
 }
 _IDEAL: dict[str, Any] = {"color": _QUIET, "linestyle": "--", "linewidth": 1, "label": "ideal"}
+_DIAMOND: dict[str, Any] = {"marker": "D", "ms": 5, "mfc": _COLOURS["page"], "zorder": 3}
 _WIDTH = 5.2  # inches: 374 pt, so that 9 pt can still be read on a phone
 _MOST_VECTORS = 600
 _MOST_BARS = 16
 _MOST_TICKS = 9
+_MOST_RATIOS = 16  # ticks of a logarithmic axis of ratios, so that their labels do not touch
+_RUNS = "single runs"
 _MOST_PANELS = 6
+_MOST_LISTED = 5  # gaps between values that a small plot can label one by one
 
 _Drawn: TypeAlias = tuple[str, str, Figure]  # name and title
 _Points: TypeAlias = Mapping[int, tuple[Estimate, Sequence[float]]]  # median and runs, by setting
@@ -87,10 +98,28 @@ def _plot(name: str, title: str, figure: Figure) -> Plot:
     return Plot(name, title, svg)
 
 
-def _dots(axis: Axes, x: Sequence[float], y: Sequence[float], colour: ColorType) -> None:
+def _dots(
+    axis: Axes, x: Sequence[float], y: Sequence[float], colour: ColorType, label: str = ""
+) -> None:
     """Draw all points; very many become one picture, so that the page stays small."""
     many = len(x) > _MOST_VECTORS
-    axis.scatter(x, y, s=5 if many else 12, c=colour, alpha=0.45, linewidths=0, rasterized=many)
+    size, name = 5 if many else 14, label or None
+    axis.scatter(x, y, size, colour, alpha=0.6, linewidths=0, rasterized=many, label=name)
+
+
+def _ratio_ticks(low: float, high: float, most: int) -> list[float]:
+    """Return ticks of a logarithmic axis: as many round numbers as have room, coarse ones first."""
+    octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+    finer = [part * 2**n for part in (1.5, 1.25, 1.75) for n in octaves if n >= 0]
+    twentieths = [n / 20 for n in range(15, 26)]
+    tenths = [0.8, 0.9, *(n / 10 for n in range(1, 21))]
+    powers = [1.0, *(4.0**n for n in octaves), *(2.0**n for n in octaves)]
+    ticks: list[float] = []
+    for tick in [*powers, *finer[: len(octaves)], *tenths, *finer, *twentieths]:
+        near = min((abs(math.log2(tick / other)) for other in ticks), default=math.inf)
+        if low <= tick <= high and near >= math.log2(high / low) / most:
+            ticks.append(tick)
+    return sorted(ticks)
 
 
 def _speedups(report: SweepFacts) -> Iterable[_Drawn]:
@@ -108,7 +137,7 @@ def _speedups(report: SweepFacts) -> Iterable[_Drawn]:
                 runs = [(one.blocks[n] / base.blocks[n]) ** power for n in sorted(both)]
             speedups[one.number] = one.speedup, runs
             shares[one.number] = one.speedup.efficiency, [run / one.speedup.scale for run in runs]
-    label = f"speedup over {scale_text(report.baseline, report.unit)}"
+    label = f"speedup over {scale_text(report.baseline, report.unit)} (logarithmic)"
     for figure, axis in _over_scales(report, label, speedups):
         scales = sorted({one.scale for one in report.settings if one.scale})
         axis.plot(scales, [scale / (report.baseline or 1) for scale in scales], **_IDEAL)
@@ -117,7 +146,11 @@ def _speedups(report: SweepFacts) -> Iterable[_Drawn]:
                 x, y = zip(*fit.speedups.items(), strict=True)
                 axis.plot(x, y, ":", color=colour, label=f"{fit.model} (fit)")
         axis.set_yscale("log", base=2)
+        ends = axis.get_ylim()
+        axis.yaxis.set_major_locator(FixedLocator(_ratio_ticks(*ends, _MOST_RATIOS)))
+        axis.yaxis.set_minor_locator(FixedLocator(_ratio_ticks(*ends, 4 * _MOST_RATIOS)))
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.legend()
         yield "speedup", "Speedup", figure
     for figure, axis in _over_scales(report, "parallel efficiency", shares):
@@ -134,8 +167,13 @@ def _accuracies(report: SweepFacts) -> Iterable[_Drawn]:
         for one in report.settings
         if one.accuracy
     }
+    runs: dict[int, list[tuple[float, bool]]] = {}
+    for one in report.settings:
+        if one.target:
+            rows = [start.row for start in report.attempts if start.setting == one.number]
+            runs[one.number] = times_to(rows, one.target.accuracy)
     times = {
-        one.number: (one.target.seconds, ())
+        one.number: (one.target.seconds, [time for time, met in runs[one.number] if met])
         for one in report.settings
         if one.target and math.isfinite(one.target.seconds.value)
     }
@@ -143,7 +181,18 @@ def _accuracies(report: SweepFacts) -> Iterable[_Drawn]:
     for figure, _ in _over_scales(report, name, accuracies):
         yield "accuracy", name[:1].upper() + name[1:], figure
     for figure, axis in _over_scales(report, "seconds to the target accuracy", times):
+        missed = [
+            (1.05 * (one.scale or 1), time)
+            for one in report.settings
+            for time, met in runs.get(one.number, ())
+            if not met
+        ]
+        if missed:
+            label = "end of a run that missed it"
+            x, y = zip(*missed, strict=True)
+            axis.scatter(x, y, s=22, marker="x", c=_QUIET, label=label)
         axis.set_ylim(bottom=0)
+        axis.legend()
         yield "target", "Time to accuracy", figure
 
 
@@ -167,23 +216,27 @@ def _over_scales(report: SweepFacts, label: str, points: _Points) -> Iterable[tu
             for run in points[one.number][1]
         ]
         if dots:
-            _dots(axis, *zip(*dots, strict=True))
+            places, heights, colours = zip(*dots, strict=True)
+            _dots(axis, places, heights, colours)
         ends = [one.interval or Interval(one.value, one.value, "") for one in medians]
         below = [value - end.low for value, end in zip(y, ends, strict=True)]
         above = [  # an open end has none
             end.high - value if math.isfinite(end.high) else 0
             for value, end in zip(y, ends, strict=True)
         ]
-        name = (series or "median") + ", 95 % CI" * any(one.interval for one in medians)
-        axis.errorbar(x, y, [below, above], color=colour, label=name)
+        name = f"{series}: median" if series else "median"
+        name += ", 95 % CI" * any(one.interval for one in medians)
+        axis.errorbar(x, y, [below, above], color=colour, label=name, **_DIAMOND)
         axis.scatter(x, y, s=25, marker="D", c=_COLOURS["page"], edgecolors=shades, zorder=4)
+    if any(runs for _, runs in points.values()):
+        _dots(axis, [], [], _SERIES[0] if len(report.series) == 1 else _QUIET, _RUNS)
     scales = sorted({one.scale for one in report.settings if one.scale})
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(scales[:: math.ceil(len(scales) / _MOST_TICKS)]))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter("{x:.0f}")
     axis.set_xlim(scales[0] / 1.2, scales[-1] * 1.2)
-    axis.set_xlabel(report.unit.replace("gpus", "GPUs"))
+    axis.set_xlabel(f"{report.unit.replace('gpus', 'GPUs')} (logarithmic)")
     axis.set_ylabel(label)
     axis.legend()
     yield figure, axis
@@ -219,7 +272,7 @@ def _trace(report: SweepFacts) -> Iterable[_Drawn]:
         best = list(accumulate(metrics, max if report.figure.maximize else min))
         figure = Figure()
         axis = figure.subplots()
-        _dots(axis, trials, metrics, _SERIES[0])
+        _dots(axis, trials, metrics, _SERIES[0], _RUNS)
         axis.step(trials, best, where="post", color=_SERIES[1], label="best so far")
         axis.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS, integer=True))
         axis.set_xlabel("point, in the order of the plan")
@@ -229,34 +282,68 @@ def _trace(report: SweepFacts) -> Iterable[_Drawn]:
 
 
 def _axes(report: SweepFacts) -> Iterable[_Drawn]:
-    """Draw the figure against each axis: every setting, and the median of each listed value."""
-    settings = [one for one in report.settings if one.figure]
-    names = list(dict.fromkeys(name for one in settings for name in one.values))
-    names = [name for name in names if len({str(one.values.get(name)) for one in settings}) > 1]
+    """Draw the figure against each axis: every run, and the median of each listed value."""
+    settings = [(one, one.figure.value) for one in report.settings if one.figure]
+    names = list(dict.fromkeys(name for one, _ in settings for name in one.values))
+    names = [name for name in names if len({str(one.values.get(name)) for one, _ in settings}) > 1]
     if not (names := names[:_MOST_PANELS]):
         return
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
-    figure = Figure((_WIDTH, 0.8 + 2.2 * rows))
+    figure = Figure((_WIDTH, 1.1 + 2.2 * rows))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     ranges = report.provenance["sweep file"].get("axes", {}) if report.search else {}
     for place, (name, axis) in enumerate(zip(names, panels, strict=False)):
-        points = [(one.values.get(name), one.figure.value) for one in settings if one.figure]
-        if all(isinstance(value, (int, float)) for value, _ in points):
-            points.sort()  # the plan is in a random order, and the line goes from point to point
-        else:
-            points = [(str(value), height) for value, height in points]
-        x, y = zip(*points, strict=True)
-        _dots(axis, x, y, _SERIES[0])
-        if not report.search and len(set(Counter(x).values())) == 1:  # no combination is missing
-            medians = {
-                value: median(height for other, height in points if other == value) for value in x
-            }
-            axis.plot(list(medians), list(medians.values()), color=_SERIES[1], marker="_")
-        if isinstance(ranges.get(name), dict) and ranges[name].get("log"):
-            axis.set_xscale("log")
-        axis.set_xlabel(axis_text(name))
         axis.set_ylabel("" if place % columns else report.figure.name)
+        x = _placed(axis, name, [one.values.get(name) for one, _ in settings], ranges.get(name))
+        runs = [
+            (at, run)
+            for at, (one, _) in zip(x, settings, strict=True)
+            for run in one.samples["figure"]
+        ]
+        places, heights = zip(*runs, strict=True)
+        _dots(axis, places, heights, _SERIES[0], _RUNS)
+        if not report.search and len(set(Counter(x).values())) == 1:  # no combination is missing
+            values = sorted(set(x))
+            medians = [median(run for at, run in runs if at == value) for value in values]
+            label = "median of all runs with the value"
+            axis.plot(values, medians, color=_SERIES[1], marker="_", label=label)
+        elif len(runs) > len(settings):
+            figures = [value for _, value in settings]
+            axis.scatter(x, figures, s=60, marker="_", c=_SERIES[1], label="median")
     for axis in panels[len(names) :]:
         axis.set_visible(False)
+    handles = [panel.get_legend_handles_labels() for panel in panels]
+    legend = {label: handle for pair in handles for handle, label in zip(*pair, strict=True)}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
     yield "axes", f"{report.figure.name} by axis", figure
+
+
+def _placed(axis: Axes, name: str, values: Sequence[Any], declared: object) -> list[float]:
+    """Return where the values of a sweep's axis are drawn; the plot's axis gets scale and ticks."""
+    numeric = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
+    known = sorted(set(values)) if numeric else list(dict.fromkeys(values))
+    logarithmic = numeric and _is_logarithmic(known, declared)
+    if not numeric or (logarithmic and known[0] <= 0):  # 0 has no logarithm: evenly spaced then
+        axis.set_xlabel(axis_text(name))
+        axis.set_xticks(range(len(known)), [value_text(one) for one in known])
+        return [float(known.index(one)) for one in values]
+    axis.set_xlabel(axis_text(name) + " (logarithmic)" * logarithmic)
+    if logarithmic:
+        axis.set_xscale("log")
+    logs = [math.log(one) if logarithmic else one for one in known]
+    if min((b - a for a, b in pairwise(logs)), default=0) * _MOST_LISTED >= logs[-1] - logs[0]:
+        axis.xaxis.set_major_locator(FixedLocator(known))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    return [float(one) for one in values]
+
+
+def _is_logarithmic(known: Sequence[float], declared: object) -> bool:
+    """Return whether sorted values belong on a logarithmic axis: over a decade, or geometric."""
+    if isinstance(declared, dict) and declared.get("log"):
+        return True
+    positive = [one for one in known if one > 0]
+    ratios = [high / low for low, high in pairwise(positive)]
+    geometric = len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)
+    return geometric or math.prod(ratios) > 9.99  # noqa: PLR2004 - a decade, up to rounding

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class Table:
         state = read_mark(self.directory / "state.json")
         if state:
             self.limits, self.asked = SweepLimits(**state["limits"]), state["asked"]
-            rows = [PointRow(**row) for row in state["active"]]
+            rows = [_row(**row) for row in state["active"]]
             self.active = {(row.point, row.start): row for row in rows}
             self._saved = state
 
@@ -97,7 +97,7 @@ class Table:
         self._torn = end < len(text)
         for line in text[:end].splitlines():
             with contextlib.suppress(ValueError):
-                row = PointRow(**json.loads(line))
+                row = _row(**json.loads(line))
                 self.finished[row.point, row.start] = row
 
     def _state(self) -> Mapping[str, object]:
@@ -182,6 +182,12 @@ class Table:
             waits_for=stopped or waits_for,
             finished=done == total or bool(stopped and not out),
         )
+
+
+def _row(*, evaluations: Sequence[Sequence[float]] = (), **fields: Any) -> PointRow:
+    """Return a row as it was before it became JSON, which has no tuples."""
+    pairs = tuple((seconds, accuracy) for seconds, accuracy in evaluations)
+    return PointRow(evaluations=pairs, **fields)
 
 
 def read_mark(path: Path) -> Mapping[str, Any]:

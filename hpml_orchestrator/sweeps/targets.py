@@ -26,21 +26,13 @@ def aim_of(plan: SweepPlan, rows: Sequence[PointRow]) -> float | None:
 
 def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> Target | None:
     """Return the time to accuracy of all runs that could reach it: complete ones and timeouts."""
-    tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
+    tried = [row for row in rows if _has_tried(row)]
     if aim is None:
         return None
     known = [row for row in tried if _is_timed(row, aim)]
     if not known:
         return None
-    times = [_seconds_to(row, aim) for row in known]
-    ended = [
-        time
-        or row.training_seconds
-        or row.total_seconds
-        or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
-        for row, time in zip(known, times, strict=True)
-    ]
-    reached = [time is not None for time in times]
+    ended, reached = zip(*times_to(rows, aim), strict=True)
     first = min((row.queued or row.started or plan.created for row in rows), default=plan.created)
     return Target(
         accuracy=aim,
@@ -50,6 +42,27 @@ def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> T
         unknown=len(tried) - len(known),
         seconds=statistics.time_to_accuracy(ended, reached),
     )
+
+
+def times_to(rows: Sequence[PointRow], aim: float) -> list[tuple[float, bool]]:
+    """Return the seconds until each run reached an accuracy, or ended without, and whether it did.
+
+    Only complete runs and timeouts of which this is known are included.
+    """
+    known = [row for row in rows if _has_tried(row) and _is_timed(row, aim)]
+    times = [_seconds_to(row, aim) for row in known]
+    ended = [
+        time
+        or row.training_seconds
+        or row.total_seconds
+        or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
+        for row, time in zip(known, times, strict=True)
+    ]
+    return [(end, time is not None) for end, time in zip(ended, times, strict=True)]
+
+
+def _has_tried(row: PointRow) -> bool:
+    return row.state == MEASURED or row.state in TIMED_OUT
 
 
 def _is_timed(row: PointRow, aim: float) -> bool:
