@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.texts import clock_text, first_few
 from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.doubts import lost, other_work, timed_out
-from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Setting, SweepFacts
+from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, Costs, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.quality import kept
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
 from hpml_orchestrator.sweeps.wording import estimate_text
 
 _MOST_DOUBTS = 3
+_OTHER_DAY = 4 / 3  # two days whose times each vary by 10 % (sd) differ by more in 1 of 20 pairs
+_COMMON = 0.5  # of the shorter sweep's duration: with less in common, two sweeps were not mixed
 _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
 
 
@@ -27,8 +30,9 @@ class Pair:
     before: Setting | None
     after: Setting | None
     speedup: Speedup | None  # seconds before / seconds after, above 1 if `after` is faster
-    # `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if `doubt`
-    # gives a reason against comparing the times
+    # `faster`, `slower`, `not distinguishable`, `unknown` (with too few runs, or if `doubt` gives a
+    # reason against comparing the times), `not known: different days` or `different hours` (the
+    # difference may come from when the sweeps ran)
     verdict: str
     doubt: str = ""  # runs timed out, did another amount of work, or are not shown to train as well
 
@@ -46,22 +50,49 @@ class SweepComparison:
     costs: tuple[Costs, Costs]  # of all attempts, before and after
 
 
+class _Apart(NamedTuple):
+    """When two sweeps ran that did not run at the same time."""
+
+    word: str
+    text: str
+
+
 def compare(before: SweepFacts, after: SweepFacts) -> SweepComparison:
     """Compare two reports setting by setting: equal scales and values of the axes."""
     old, new = (
         {repr((one.scale, one.values)): one for one in report.settings if one.runs}
         for report in (before, after)
     )
-    pairs = _judged([_pair(old.get(key), new.get(key)) for key in {**old, **new}])
+    apart = _apart(before, after)
+    pairs = _judged([_pair(old.get(key), new.get(key)) for key in {**old, **new}], apart)
     return SweepComparison(
         version=1,
         name=f"{before.name} and {after.name}",
         question=f"What changed from {before.id} to {after.id}?",
-        answer=tuple(_answer(pairs)),
+        answer=tuple(_answer(pairs, apart)),
         notices=tuple(_notices(before, after)),
         pairs=tuple(pairs),
         costs=(before.costs, after.costs),
     )
+
+
+def _apart(before: SweepFacts, after: SweepFacts) -> _Apart | None:
+    """Return when two sweeps ran; None if they ran at the same time, as if mixed."""
+    spans = [
+        (
+            min((row.started for row in rows if row.started), default=0.0),
+            max((row.ended for row in rows if row.ended), default=0.0),
+        )
+        for report in (before, after)
+        for rows in [[one.row for one in report.attempts if one.row.state == MEASURED]]
+    ]
+    starts, ends = zip(*spans, strict=True)
+    if min(ends) - max(starts) >= _COMMON * min(end - start for start, end in spans):
+        return None
+    days = [clock_text(start).partition(" ")[0] for start in starts]
+    if days[0] == days[1]:
+        return _Apart("different hours", f"at different hours of {days[0]}")
+    return _Apart("different days", f"on different days ({days[0]} and {days[1]})")
 
 
 def _pair(before: Setting | None, after: Setting | None) -> Pair:
@@ -85,7 +116,7 @@ def _pair(before: Setting | None, after: Setting | None) -> Pair:
     return Pair(label, before, after, None, "unknown")
 
 
-def _judged(pairs: Sequence[Pair]) -> list[Pair]:
+def _judged(pairs: Sequence[Pair], apart: _Apart | None) -> list[Pair]:
     samples = {
         place: (pair.before.samples["total_seconds"], pair.after.samples["total_seconds"])
         for place, pair in enumerate(pairs)
@@ -99,12 +130,15 @@ def _judged(pairs: Sequence[Pair]) -> list[Pair]:
     for place, differ in zip(samples, found, strict=True):
         speedup = pairs[place].speedup
         verdict = "faster" if speedup and speedup.value > 1 else "slower"
+        ends = speedup.interval if speedup else None
+        if apart and ends and ends.low <= _OTHER_DAY and ends.high >= 1 / _OTHER_DAY:
+            verdict = f"not known: {apart.word}"
         verdict = {None: "unknown", False: "not distinguishable"}.get(differ, verdict)
         judged[place] = replace(pairs[place], verdict=verdict)
     return judged
 
 
-def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
+def _answer(pairs: Sequence[Pair], apart: _Apart | None) -> Iterable[str]:
     compared = {pair.label: pair.speedup for pair in pairs if pair.speedup}
     if not compared:
         yield "No setting is complete in both sweeps, so there is nothing to compare."
@@ -115,11 +149,21 @@ def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
     few = f"; {unknown} cannot be judged with fewer than {MIN_REPEATS} runs on a side"
     few = few if unknown else ""
     few += f"; {len(doubtful)} cannot be compared" if doubtful else ""
+    explained = verdicts[f"not known: {apart.word}"] if apart else 0
+    when = "the difference may come from when the sweeps ran"
+    few = f"; in {explained} {when}" * bool(explained) + few
     yield (
         f"Of {counted(len(compared), 'setting')} complete in both sweeps, the second is faster in "
         f"{verdicts['faster']}, slower in {verdicts['slower']}, and not distinguishable in "
         f"{verdicts['not distinguishable']}{few}."
     )
+    if apart:
+        yield (
+            f"The sweeps ran {apart.text}, and a program is often 3 to 10 % faster or slower "
+            f"at another time: a speedup between {1 / _OTHER_DAY:.2f} and {_OTHER_DAY:.2f} is not "
+            "called a change. Only runs in turn can tell: make what changed an axis of one sweep, "
+            "such as `--grid NAME=OLD,NEW`."
+        )
     for pair in doubtful[:_MOST_DOUBTS]:
         yield f"The times of {pair.label} do not compare: {pair.doubt}."
     for pair in doubtful:
@@ -128,12 +172,13 @@ def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
         return
     different = {pair.label for pair in pairs if pair.verdict in {"faster", "slower"}}
     sure = {label: one for label, one in compared.items() if label in different}
+    caveat = "; it may come from when the sweeps ran" if apart and not sure else ""
     label, largest = max(
         (sure or compared).items(), key=lambda pair: max(pair[1].value, 1 / pair[1].value)
     )
     yield (
         f"The largest {'' if sure else 'apparent '}change is at {label}: the second is "
-        f"{estimate_text(largest)} times as fast."
+        f"{estimate_text(largest)} times as fast{caveat}."
     )
 
 

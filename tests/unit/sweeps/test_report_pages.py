@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ import pytest
 from hpml_orchestrator import sweep_report
 from hpml_orchestrator.sweeps.compare import compare
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
+from hpml_orchestrator.sweeps.rows import PointRow
 from tests.unit.sweeps.conftest import SweepFolder
 from tests.unit.sweeps.sweep_rows import grid, scaling, search
 
@@ -36,6 +39,17 @@ SWEEPS: dict[str, Callable[[], Any]] = {
     "400 runs": lambda: scaling(repeats=100),
 }
 MISSED: dict[str, Any] = {"seconds_to_accuracy": None, "evaluation_every": 2.0}
+
+
+def grid_of_rates() -> tuple[SweepPlan, list[PointRow]]:
+    """A grid with an axis over two decades."""
+    return grid({"--lr": [0.01, 0.1, 1.0]})
+
+
+def at_most_two(row: PointRow) -> PointRow:
+    """Two nodes are slower than one."""
+    times = {1: 1.0, 2: 1 / 0.814, 4: 1.1, 8: 0.6}
+    return replace(row, total_seconds=times[row.world_size or 1] * (200 + row.point % 5))
 
 
 def shown(page: str) -> str:
@@ -114,6 +128,61 @@ def test_hostile_names_stay_text() -> None:
     assert r"a\|b" in to_markdown(report)
 
 
+def to_target(row: PointRow) -> PointRow:
+    """Ranked by the time to the target, which every third run misses."""
+    seconds = None if row.point % 3 == 2 else 50.0 + row.point
+    return replace(row, target_accuracy=0.95, seconds_to_accuracy=seconds, metric=seconds)
+
+
+def test_the_column_of_the_attempts_has_one_figure() -> None:
+    """A run that missed the target has no seconds; its accuracy is another figure."""
+    plan, rows = grid({"--lr": [0.01, 0.1, 1.0]}, repeats=2)
+    metric = {"metric": "seconds_to_accuracy", "direction": "minimize"}
+    plan = replace(plan, sweep={**plan.sweep, "search": metric})
+    rows = [*map(to_target, rows[:-1]), replace(rows[-1], state="FAILED", metric=None)]
+    table = to_markdown(build(plan, rows)).partition("## All attempts")[2].partition("\n#")[0]
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    place = lines[0].index("seconds_to_accuracy")
+    assert [line[place] for line in lines[1:]][-6:] == "50,51,not reached,53,54,-".split(",")
+
+
+@pytest.mark.parametrize(
+    ("make", "plot", "words"),
+    [
+        (scaling, "speedup", ["speedup over 1 node (logarithmic)", "nodes (logarithmic)"]),
+        (scaling, "speedup", ["1", "1.25", "1.5", "2", "3", "4", "8"]),
+        (lambda: scaling(change=at_most_two), "speedup", ["0.8", "1", "1.25", "1.5", "2"]),
+        (lambda: scaling(scales=(1, 2), change=at_most_two), "speedup", ["0.8", "0.9", "1.1"]),
+        (scaling, "speedup", ["single runs", "median, 95 % CI", "ideal"]),
+        (scaling, "accuracy", ["single runs", "median, 95 % CI"]),
+        (scaling, "target", ["single runs", "median, 95 % CI", "end of a run that missed it"]),
+        (lambda: grid({"--lr": [0.01, 0.1, 1.0]}), "axes", ["lr (logarithmic)", "0.01", "0.1"]),
+        (lambda: grid({"--lr": [0.01, 0.1]}), "axes", ["single runs", "median of all runs with"]),
+        (lambda: grid({"--lr": [0, 0.001, 0.1]}), "axes", ["lr", "0", "0.001", "0.1"]),
+        (lambda: grid({"--batch-size": [32, 64]}), "axes", ["batch-size", "32", "64"]),
+        (search, "axes", ["lr (logarithmic)", "layers", "single runs"]),
+        (search, "trace", ["single runs", "best so far"]),
+    ],
+)
+def test_a_plot_says_what_it_draws(make: Callable[[], Any], plot: str, words: list[str]) -> None:
+    """Its axes say that they are logarithmic, ticks can be read, all marks are in the legend."""
+    (drawn,) = (one for one in draw(build(*make())) if one.name == plot)
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn.svg)
+    for word in words:
+        assert any(text == word or (" " in word and text.startswith(word)) for text in texts)
+
+
+@pytest.mark.parametrize(("make", "plot"), [(scaling, "target"), (grid_of_rates, "axes")])
+def test_single_runs_are_drawn_beside_medians(make: Callable[[], Any], plot: str) -> None:
+    """One more run is one more mark."""
+    marks = []
+    for left_out in (0, 1):
+        plan, rows = make()
+        (drawn,) = (one for one in draw(build(plan, rows[left_out:])) if one.name == plot)
+        marks.append(drawn.svg.count("<use "))
+    assert marks[0] == marks[1] + 1
+
+
 def test_plots_stay_small() -> None:
     """Ten times the runs are not ten times the picture: they become one, in the page."""
     few, many = (draw(build(*scaling(repeats=repeats))) for repeats in (6, 400))
@@ -174,6 +243,62 @@ def test_a_comparison_says_what_is_distinguishable(
     assert ("Different conditions" in [one.title for one in comparison.notices]) == differs
     assert all(pair.before or pair.after for pair in comparison.pairs)
     assert ("scales" in after) == any(not pair.before for pair in comparison.pairs)
+
+
+def another_day(
+    noise: random.Random, factor: float, seconds: float = 7 * 86400.0
+) -> dict[str, Any]:
+    """The same program, so much slower, so many seconds later."""
+
+    def change(row: PointRow) -> PointRow:
+        took = factor * (10 + 190 / (row.world_size or 1)) * noise.lognormvariate(0, 0.02)
+        started = (row.started or 0) + seconds
+        return replace(row, total_seconds=took, started=started, ended=started + took)
+
+    return {"scales": (1, 2), "change": change, "target": None}
+
+
+def verdicts(first: dict[str, Any], second: dict[str, Any]) -> tuple[set[str], str]:
+    """What a comparison says of two sweeps: the verdicts, and the answer."""
+    compared = compare(build(*scaling(**first)), build(*scaling(**second)))
+    return {pair.verdict for pair in compared.pairs}, " ".join(compared.answer)
+
+
+def test_a_day_is_not_taken_for_a_change() -> None:
+    """The same program on two days, which vary by 3 to 10 %: 40 pairs of sweeps."""
+    wrong = unknown = 0
+    for seed in range(40):
+        noise = random.Random(seed)
+        days = [noise.lognormvariate(0, noise.uniform(0.03, 0.1)) for _ in range(2)]
+        said, answer = verdicts(another_day(noise, days[0], 0), another_day(noise, days[1]))
+        wrong += bool(said & {"faster", "slower"})
+        unknown += "not known: different days" in said
+        assert "ran on different days (2026-09-21 and 2026-09-28), and a program is" in answer
+        assert "a speedup between 0.75 and 1.33 is not called a change" in answer
+    assert wrong <= 2
+    assert unknown > 20
+
+
+@pytest.mark.parametrize(
+    ("factor", "later", "verdict", "words"),
+    [
+        (0.9, 60, "faster", "The largest change is at"),
+        (0.9, 7 * 86400, "not known: different days", "times as fast; it may come from when the"),
+        (0.9, 7 * 86400, "not known: different days", "; in 2 the difference may come from when"),
+        (0.9, 3600, "not known: different hours", "ran at different hours of 2026-09-21, and"),
+        (0.5, 7 * 86400, "faster", "The largest change is at"),
+        (2.0, 7 * 86400, "slower", "The largest change is at"),
+        (1.0, 7 * 86400, "not distinguishable", "ran on different days"),
+    ],
+)
+def test_only_sweeps_at_the_same_time_show_a_small_change(
+    factor: float, later: float, verdict: str, words: str
+) -> None:
+    """A change that no day explains is one, whenever the sweeps ran."""
+    noise = random.Random(1)
+    said, answer = verdicts(another_day(noise, 1, 0), another_day(noise, factor, later))
+    assert said == {verdict}
+    assert words in answer
 
 
 def test_chromium_shows_it_on_a_phone_and_on_a_desk(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -149,7 +150,13 @@ def test_only_what_is_called_a_test_is_one(
     folder.controller(plan).tick()
     (row,) = folder.rows(plan)
     assert (row.accuracy_name, row.accuracy) == expected
-    assert [*map(tuple, row.evaluations)] == ([(10.0, 0.5), (30.0, 0.9)] if evaluations else [])
+    assert row.evaluations == (((10.0, 0.5), (30.0, 0.9)) if evaluations else ())
+    argv = f"--records {folder.store.root} sweep report {plan.id} --json"
+    command = [sys.executable, "-W", "error", "-m", "hpml_orchestrator.cli", *argv.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    (attempt,) = json.loads(done.stdout)["attempts"]
+    assert attempt["row"]["evaluations"] == [[10.0, 0.5], [30.0, 0.9]][: len(row.evaluations)]
 
 
 def started_again(folder: SweepFolder) -> tuple[Path, Path, float]:
