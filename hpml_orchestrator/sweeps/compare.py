@@ -161,8 +161,8 @@ def _answer(pairs: Sequence[Pair], apart: _Apart | None) -> Iterable[str]:
         yield (
             f"The sweeps ran {apart.text}, and a program is often 3 to 10 % faster or slower "
             f"at another time: a speedup between {1 / _OTHER_DAY:.2f} and {_OTHER_DAY:.2f} is not "
-            "called a change. Only runs in turn can tell: make what changed an axis of one sweep, "
-            "such as `--grid NAME=OLD,NEW`."
+            "called a change. Only interleaved runs show a smaller one: make what changed an axis "
+            "of one sweep, such as `--grid NAME=OLD,NEW`."
         )
     for pair in doubtful[:_MOST_DOUBTS]:
         yield f"The times of {pair.label} do not compare: {pair.doubt}."

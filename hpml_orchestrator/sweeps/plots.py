@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -104,7 +104,7 @@ def _dots(
     """Draw all points; very many become one picture, so that the page stays small."""
     many = len(x) > _MOST_VECTORS
     size, name = 5 if many else 14, label or None
-    axis.scatter(x, y, size, colour, alpha=0.6, linewidths=0, rasterized=many, label=name)
+    axis.scatter(x, y, size, colour, alpha=0.7, linewidths=0, rasterized=many, label=name)
 
 
 def _ratio_ticks(low: float, high: float, most: int) -> list[float]:
@@ -112,7 +112,7 @@ def _ratio_ticks(low: float, high: float, most: int) -> list[float]:
     octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
     finer = [part * 2**n for part in (1.5, 1.25, 1.75) for n in octaves if n >= 0]
     twentieths = [n / 20 for n in range(15, 26)]
-    tenths = [0.8, 0.9, *(n / 10 for n in range(1, 21))]
+    tenths = [0.8, 0.9, *(n / 10 for n in range(1, 13))]
     powers = [1.0, *(4.0**n for n in octaves), *(2.0**n for n in octaves)]
     ticks: list[float] = []
     for tick in [*powers, *finer[: len(octaves)], *tenths, *finer, *twentieths]:
@@ -220,12 +220,19 @@ def _over_scales(report: SweepFacts, label: str, points: _Points) -> Iterable[tu
             _dots(axis, places, heights, colours)
         ends = [one.interval or Interval(one.value, one.value, "") for one in medians]
         below = [value - end.low for value, end in zip(y, ends, strict=True)]
-        above = [  # an open end has none
-            end.high - value if math.isfinite(end.high) else 0
-            for value, end in zip(y, ends, strict=True)
+        is_open = [math.isinf(end.high) for end in ends]
+        above = [
+            0 if unlimited else end.high - value
+            for value, end, unlimited in zip(y, ends, is_open, strict=True)
         ]
+        top, arrow = axis.get_xaxis_transform(), {"arrowstyle": "->", "color": colour}
+        for place, value in compress(zip(x, y, strict=True), is_open):
+            axis.annotate(
+                "", (place, 1), (place, value), xycoords=top, textcoords="data", arrowprops=arrow
+            )
         name = f"{series}: median" if series else "median"
         name += ", 95 % CI" * any(one.interval for one in medians)
+        name += " (arrow: open)" * any(is_open)
         axis.errorbar(x, y, [below, above], color=colour, label=name, **_DIAMOND)
         axis.scatter(x, y, s=25, marker="D", c=_COLOURS["page"], edgecolors=shades, zorder=4)
     if any(runs for _, runs in points.values()):

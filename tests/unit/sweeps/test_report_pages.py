@@ -156,6 +156,7 @@ def test_the_column_of_the_attempts_has_one_figure() -> None:
         (scaling, "speedup", ["single runs", "median, 95 % CI", "ideal"]),
         (scaling, "accuracy", ["single runs", "median, 95 % CI"]),
         (scaling, "target", ["single runs", "median, 95 % CI", "end of a run that missed it"]),
+        (scaling, "target", ["median, 95 % CI (arrow: open)"]),
         (lambda: grid({"--lr": [0.01, 0.1, 1.0]}), "axes", ["lr (logarithmic)", "0.01", "0.1"]),
         (lambda: grid({"--lr": [0.01, 0.1]}), "axes", ["single runs", "median of all runs with"]),
         (lambda: grid({"--lr": [0, 0.001, 0.1]}), "axes", ["lr", "0", "0.001", "0.1"]),
