@@ -153,7 +153,7 @@ class Seeds(Model):
     argument: text.Argument | None = None
     """Name of the program's argument; by default `--seed` where the base job has it."""
     values: Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_distinct)] | None = None
-    """One seed per repeat; by default 1, 2, 3, …"""
+    """One seed per repeat; by default 1, 2, 3, …, in a search another one for each run."""
 
 
 class Budget(Model):
@@ -176,18 +176,21 @@ class Search(Model):
 
     trials: Annotated[StrictInt, Field(ge=1, le=MAX_POINTS)] = 20
     """Number of trials."""
-    metric: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "test_accuracy"
-    """What to optimise: a figure of the result that the training reports."""
+    metric: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """What to optimise: a figure of the result that the training reports. Default:
+    `validation_accuracy` where the runs report it, else `test_accuracy`. A search by a test figure
+    leaves no unseen data to test its choice on."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of it is better."""
-    sampler: Literal["tpe", "gp"] = "tpe"
-    """Optuna's sampler for the mode `bayes`."""
+    sampler: Literal["auto", "tpe", "gp"] = "auto"
+    """Optuna's sampler for the mode `bayes`. `auto`: a Gaussian process (`gp`) if all axes are
+    ranges, there are fewer than 100 trials and torch is installed, else `tpe`."""
     pruner: Literal["none", "median", "halving"] = "none"
     """Which trials to stop early, by the evaluations that they report."""
     seed: StrictInt = 1
     """Seed of the search itself."""
     population: Annotated[StrictInt, Field(ge=2, le=10_000)] = 8
-    """Members of the population (`evolution`, `pbt`)."""
+    """Members of the population (`evolution`, `pbt`), at most half of the trials."""
     tournament: Annotated[StrictInt, Field(ge=1)] = 3
     """Members among which the best becomes the parent (`evolution`)."""
     checkpoint: Annotated[str, Field(pattern=r"^[\w.][\w./-]*$")] = "checkpoint.pt"
@@ -209,7 +212,8 @@ class Sweep(Model):
     """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""
     mode: Literal["strong", "weak", "grid", "random", "bayes", "evolution", "pbt"]
     """`strong`: more resources, the same global batch. `weak`: the batch grows with them. `grid`:
-    all combinations of the axes. The others search the axes."""
+    all combinations of the axes. The others search the axes; `evolution` is better than `random`
+    only from about 100 trials."""
     scale: Scale | None = None
     """What grows in a strong or weak sweep."""
     axes: dict[Annotated[str, Field(min_length=1)], _Axis] = Field(default={})

@@ -34,7 +34,7 @@ from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.sweeps.plan import Point, directory_of, job_of, site_of
-from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -321,13 +321,16 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
 
     Args:
         task: one task of an array.
-        metric: a figure of the result; evaluations may call `test_accuracy` just `accuracy`.
+        metric: a figure of the result, by default the first of `DEFAULT_METRICS` that they have;
+            evaluations may call them just `accuracy`.
     """
+    names = [metric] if metric else [*DEFAULT_METRICS]
+    names.append(names[-1].removeprefix("test_").removeprefix("validation_"))
     values: dict[int, float] = {}
     events = (event for attempt in run_of(task).attempts() for event in attempt.milestones())
     for event in events:
         data = event.data
-        value = data.get(metric, data.get(metric.removeprefix("test_")))
+        value = next((data[name] for name in names if data.get(name) is not None), None)
         if event.event == "evaluation" and not data.get("final") and value is not None:
             step = data.get("epoch", data.get("step", len(values) + 1))
             # An attempt that resumes from a checkpoint repeats some epochs; the later value

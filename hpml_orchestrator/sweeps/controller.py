@@ -27,7 +27,7 @@ from hpml_orchestrator.sweeps.allowance import allowance
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.rows import PointRow, row_of
+from hpml_orchestrator.sweeps.rows import PointRow, metric_name, row_of
 from hpml_orchestrator.sweeps.table import SweepProgress, Table, read_mark
 from hpml_orchestrator.sweeps.trial import stopped_reason
 
@@ -226,7 +226,8 @@ class Controller:
             known = {name: getattr(state, name) for name in names}
             self._table.active[task.key] = replace(self._table.active[task.key], **known)
             return
-        row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
+        metric = metric_name(self._plan, self._table.finished.values())
+        row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state, metric)
         # A run that is asked to stop may exit with status 0 or be cancelled after a minute. So the
         # request, not the state, shows that it was pruned. A failure remains one.
         ended = row.state in ("COMPLETED", "CANCELLED")
@@ -277,9 +278,8 @@ class Controller:
             chosen = {number for number, time in begun.items() if time and now - time >= seconds}
         else:  # runs that have just ended are included, for comparison
             seen = self._ended | running
-            values = {
-                number: batches.evaluations(task, search.metric) for number, task in seen.items()
-            }
+            metric = metric_name(self._plan, self._table.finished.values())
+            values = {number: batches.evaluations(task, metric) for number, task in seen.items()}
             chosen = self._search.to_stop(self._table.rows(), values) & running.keys()
         asked = {
             running[number].label: batches.ask_to_stop(running[number], now) for number in chosen

@@ -15,6 +15,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from hpml_orchestrator.errors import InputError, did_you_mean
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _VARIABLES = "environment.variables."
 _MOST_SUBMISSIONS = 60
+_GP_TRIALS = 100  # from here on a Gaussian process takes long, and TPE is as good
 _SECONDS_PER_HOUR = 3600
 
 
@@ -207,7 +209,23 @@ class _Planner:
                 "runs side by side disturb each other's times: budget.parallel: 1 prevents that"
             )
         seeds = sweep.seeds.model_copy(update={"argument": seed})
-        return sweep.model_copy(update={"budget": budget, "seeds": seeds})
+        search = sweep.search.model_copy(update={"sampler": self._sampler(sweep)})
+        return sweep.model_copy(update={"budget": budget, "seeds": seeds, "search": search})
+
+    def _sampler(self, sweep: Sweep) -> str:
+        # Decided here and not by each controller, as the login nodes may differ in their packages.
+        if sweep.mode != "bayes" or sweep.search.sampler != "auto":
+            return sweep.search.sampler
+        numeric = all(isinstance(axis, Range) for axis in sweep.axes.values())
+        if not numeric or sweep.search.trials >= _GP_TRIALS:
+            return "tpe"
+        if find_spec("torch"):
+            return "gp"
+        self.notes.append(
+            "the sampler is TPE: for these axes a Gaussian process finds better values with few "
+            "trials, but needs `pip install torch`"
+        )
+        return "tpe"
 
     def _value_targets(self) -> dict[str, str]:
         sweep = self.sweep

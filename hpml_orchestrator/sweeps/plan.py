@@ -77,7 +77,7 @@ class Point:
         scale: nodes, ranks or GPUs (`plan.unit`) of a strong or weak sweep, else None.
         values: the axes' values by their names in the sweep file.
         repeat: which repeat of these values it is, from 0.
-        seed: random seed of the repeat.
+        seed: random seed of the repeat, in a search of the trial and repeat.
         variables: what `points.sh` sets, by the placeholder's name: `{"lr": "0.1"}` for
             `{point.lr}`.
         batch_global, batch_per_rank: planned batch sizes, None if unknown.
@@ -175,7 +175,9 @@ def point_of(
         InputError: the global batch cannot be divided over the ranks.
     """
     sweep = plan.spec
-    seed = sweep.seeds.values[repeat] if sweep.seeds.values else repeat + 1
+    # With the same seed for all trials a search would tune its values to that seed.
+    own = 1 + (number if sweep.searches else repeat)
+    seed = sweep.seeds.values[repeat] if sweep.seeds.values else own
     known = {**values, plan.unit: scale, RESUMED: bool(checkpoint)}
     shape = plan.shapes_by_values[tuple(known[name] for name in plan.shapes[0].fixed)]
     per_rank, whole = batch_of(sweep, shape.ranks, values)

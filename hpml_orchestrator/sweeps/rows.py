@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 """Figures of a result that are the accuracy on data that the training does not see."""
+
+DEFAULT_METRICS = ("validation_accuracy", "test_accuracy")
+"""What a sweep chooses by if its file names no metric: the first that its runs report."""
 
 _RATE = "samples_per_second"  # programs that report their counters need not report it
 _EVALUATED = "accuracy of the last evaluation"
@@ -81,7 +84,8 @@ class PointRow:
     seconds_to_accuracy: float | None = None  # None if the target was not reached
     target_accuracy: float | None = None  # to which `seconds_to_accuracy` belongs: the program's
     evaluation_every: float | None = None  # epochs
-    metric: float | None = None  # of a search, the figure that it optimises
+    metric: float | None = None  # the figure that a search optimises and a grid is ranked by
+    metric_name: str = ""  # what the program calls it. Empty in rows of earlier versions.
     batch_per_rank: int | None = None  # this and the next four as the training reported them
     batch_global: int | None = None
     learning_rate: float | None = None
@@ -110,10 +114,27 @@ class PointRow:
     hardware: str = ""  # CPU and GPU models of the nodes
 
 
-def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> PointRow:
+def metric_name(plan: SweepPlan, rows: Iterable[PointRow]) -> str:
+    """Return the figure that a sweep chooses by; empty until a run decides it.
+
+    The sweep file names it, else the first complete run that reports one. All runs have the same:
+    a validation accuracy cannot be compared with a test accuracy.
+    """
+    ended = (row for row in rows if row.state == "COMPLETED" and row.metric is not None)
+    return plan.spec.search.metric or next((row.metric_name for row in ended), "")
+
+
+def row_of(
+    plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State, metric: str = ""
+) -> PointRow:
     """Return the row of a start that is over, from its run's records and its task's last state.
 
-    `key` has the numbers of the point and of the start.
+    Args:
+        plan: the plan.
+        shape: the point's shape.
+        key: the numbers of the point and of the start.
+        state: the task's last state.
+        metric: see `metric_name`; empty if this run decides it.
     """
     shared, hours = _shared(replace(state.submission, index=None)), None
     try:
@@ -142,12 +163,13 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     requeued = [{**one, "continued": True} if one in continued else one for one in requeued]
     evaluations = _evaluations(attempts)
     name, accuracy = _accuracy(told, evaluations)
-    diverged = lost_figure(result, plan.spec.search.metric)
-    if accuracy is not None and not math.isfinite(accuracy):
-        diverged = diverged or f"{name} is NaN"
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
-    metric = plan.spec.search.metric
+    usual = next((name for name in DEFAULT_METRICS if name in told), DEFAULT_METRICS[-1])
+    metric = plan.spec.search.metric or metric or usual
+    diverged = lost_figure(result, metric)
+    if accuracy is not None and not math.isfinite(accuracy):
+        diverged = diverged or f"{name} is NaN"
     whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
     per_rank = whole.get("batch_size_per_rank")
     world = whole.get("world_size") or summary.world_size or None
@@ -176,6 +198,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
         metric=told.get(metric, summary.samples_per_second if metric == _RATE else None),
+        metric_name=metric,
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),

@@ -13,10 +13,12 @@ import random
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -25,7 +27,8 @@ from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from scipy.stats import qmc
 
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.spec.problems import combined
@@ -33,12 +36,16 @@ from hpml_orchestrator.spec.sweep import Range, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on
 from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.targets import is_time_to_target, missed, seconds_to_target
 
 STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
 
 _PRUNERS = {"none": NopPruner, "median": MedianPruner, "halving": SuccessiveHalvingPruner}
 _RESTORE = "restore it from a copy; the search cannot continue without it"
+_MISSED = "missed_target"  # attribute of trials whose runs did not reach the target
+_DRAWS = 100  # after so many draws of values that were tried before, they are tried again
+_MANY_TRIALS = 100  # from which evolution is better than random search
 
 
 def check_search(sweep: Sweep) -> None:
@@ -49,11 +56,17 @@ def check_search(sweep: Sweep) -> None:
     """
     search, trials, pbt = sweep.search, sweep.search.trials, sweep.mode == "pbt"
     needs_torch = sweep.mode == "bayes" and search.sampler == "gp" and not find_spec("torch")
-    too_large = sweep.mode in ("evolution", "pbt") and search.population > trials
+    too_large = sweep.mode in ("evolution", "pbt") and 2 * search.population > trials
+    fed = (
+        f"must be at most {trials // 2}, half of the {trials} trials, as a population needs two "
+        f"generations; or raise search.trials to {2 * search.population}"
+    )
+    backwards = search.direction == "maximize" and is_time_to_target(search.metric or "")
     pruned = search.pruner != "none" and (pbt or sweep.count > 1)
     checks: list[tuple[object, str, str]] = [
         (needs_torch, "search.sampler", "needs `pip install torch`"),
-        (too_large, "search.population", f"must be at most the {trials} trials"),
+        (too_large, "search.population", fed),
+        (backwards, "search.direction", f"must be minimize, since {search.metric} is a time"),
         (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (pruned, "search.pruner", "must be none with repeats and in mode pbt"),
         (sweep.exclude, "exclude", "must be empty in a search: leave the values out of the axes"),
@@ -65,6 +78,33 @@ def check_search(sweep: Sweep) -> None:
     ]
     if problems:
         raise combined(problems, "`hpml schema sweep` describes every field")
+
+
+def sampler_text(sweep: Sweep) -> str:
+    """Return how a search chooses its trials, and how many of them no result guides."""
+    mode, trials = sweep.mode, sweep.search.trials
+    if mode == "random":
+        return f"random: all {trials} trials"
+    kind = {
+        "gp": "GP (Gaussian process)",
+        "evolution": "evolution",
+        "pbt": "population-based training",
+    }.get(sweep.search.sampler if mode == "bayes" else mode, "TPE")
+    how = "spread evenly (Sobol)" if mode == "bayes" else "random"
+    text = f"{kind}; the first {_first_trials(sweep)} of {trials} trials are {how}"
+    if mode == "evolution" and trials < _MANY_TRIALS:
+        text += f"; better than mode random only from about {_MANY_TRIALS} trials"
+    return text
+
+
+def _first_trials(sweep: Sweep) -> int:
+    search = sweep.search
+    if sweep.mode != "bayes":
+        return search.population
+    # Powers of two keep Sobol's points balanced. Trials that start at the same time cannot learn
+    # from each other.
+    at_once = -(-(sweep.parallel or 1) // sweep.count)
+    return min(search.trials, max(8 if search.trials >= 20 else 4, at_once))  # noqa: PLR2004
 
 
 def open_search(directory: Path, plan: SweepPlan) -> Searcher:
@@ -138,12 +178,13 @@ class Searcher:
             RecordError: the study lacks trials that the rows have.
         """
         completed = [row for row in rows if row.state == "COMPLETED"]
-        if completed and all(row.metric is None for row in completed):
+        name = self._sweep.search.metric or ""
+        if completed and all(row.metric is None and not missed(row, name) for row in completed):
             figures = ", ".join(sorted(completed[0].result)) or "nothing"
             raise InputError(
                 "is not a figure of the results",
                 field="search.metric",
-                value=self._sweep.search.metric,
+                value=name or completed[0].metric_name,
                 hint=f"the first run reported {figures}; start the sweep again with one of them",
             )
         known = {row.point for row in rows}
@@ -232,16 +273,30 @@ class Searcher:
             # After a kill in between they are simply written again.
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(self._id_of(trial), name, value)
-            values = [
-                row.metric
-                for row in last
-                if row.state == "COMPLETED" and row.metric is not None and math.isfinite(row.metric)
-            ]
-            if values:
-                self._study.tell(trial.number, statistics.median(values))
+            figure = self._figure(trial, last)
+            if figure is not None:
+                self._study.tell(trial.number, figure)
             else:  # the value of a pruned one is the last that was reported
                 state = TrialState.PRUNED if "PRUNED" in states else TrialState.FAIL
                 self._study.tell(trial.number, state=state)
+
+    def _figure(self, trial: FrozenTrial, rows: Collection[PointRow]) -> float | None:
+        """Return the figure of a trial, the median of its runs; None if it has none.
+
+        A trial that missed its target counts as twice as slow as the slowest that reached it, and
+        at least as the time that it trained.
+        """
+        if is_time_to_target(self._sweep.search.metric or ""):
+            time, _ = seconds_to_target(rows, self._sweep.search.metric or "")
+            if time is None or math.isfinite(time.value):
+                return time.value if time else None
+            self._storage.set_trial_user_attr(self._id_of(trial), _MISSED, value=True)
+            trained = statistics.median(row.training_seconds or 0.0 for row in rows)
+            return max(trained, 2 * _slowest(self._trials()))
+        values = [row.metric for row in rows if row.state == "COMPLETED"]
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        # Without the runs that diverged, the median would be that of the lucky ones.
+        return statistics.median(known) if known and len(known) == len(values) else None
 
     def _may_ask(self) -> bool:
         search, made = self._sweep.search, len(self._trials())
@@ -252,24 +307,55 @@ class Searcher:
 
     def _ask(self) -> FrozenTrial:
         """Make the next trial; it has its own seed, so a resumed search makes the same one."""
-        trials, search, mode = self._trials(), self._sweep.search, self._sweep.mode
-        rng = random.Random(f"{search.seed}:{len(trials)}")
-        trial = None
+        trials = _censored(self._trials())
+        rng = random.Random(f"{self._sweep.search.seed}:{len(trials)}")
+        tried = [trial.params for trial in trials] if self._sweep.mode == "evolution" else []
+        for _ in range(_DRAWS):
+            trial = self._draw(trials, rng)
+            if trial.params not in tried:
+                break
+        self._study.add_trial(trial)
+        return self._trials()[-1]
+
+    def _draw(self, trials: Sequence[FrozenTrial], rng: random.Random) -> FrozenTrial:
+        search, mode, trial = self._sweep.search, self._sweep.mode, None
         if mode == "evolution":
             trial = evolve(trials, self._axes, search, rng)
         elif mode == "pbt":
             trial = train_on(trials, self._axes, search, rng, runs=self._runs)
-        if trial is None:
-            # Optuna writes a trial in many steps, and a kill would leave half of one. So it is
-            # made in a copy of the study in memory, and the journal gets it whole.
-            sampler = _sampler(self._sweep, rng.getrandbits(32))
-            copy = optuna.create_study(direction=search.direction, sampler=sampler)
-            if mode == "bayes":
-                copy.add_trials(trials)
-            copy.ask(dict(self._axes))
-            trial = copy.get_trials(deepcopy=False)[-1]
-        self._study.add_trial(trial)
-        return self._trials()[-1]
+        elif mode == "bayes":
+            ended = any(trial.state is TrialState.COMPLETE for trial in trials)
+            if not ended or len(trials) < _first_trials(self._sweep):
+                trial = _evenly(self._axes, search.seed, len(trials))
+        if trial is not None:
+            return trial
+        # Optuna writes a trial in many steps, and a kill would leave half of one. So it is made in
+        # a copy of the study in memory, and the journal gets it whole.
+        sampler = _sampler(self._sweep, rng.getrandbits(32))
+        study = optuna.create_study(direction=search.direction, sampler=sampler)
+        if mode == "bayes":
+            study.add_trials(trials)
+        study.ask(dict(self._axes))
+        return study.get_trials(deepcopy=False)[-1]
+
+
+def _slowest(trials: Sequence[FrozenTrial]) -> float:
+    """Return the longest time of a trial that reached its target; 0 if none did."""
+    ended = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    return max((one.values[0] for one in ended if _MISSED not in one.user_attrs), default=0.0)
+
+
+def _censored(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials as samplers see them: none that missed its target beats one that did not.
+
+    The study keeps the values that were known when the trials ended.
+    """
+    least, seen = 2 * _slowest(trials), [*trials]
+    for trial in trials:
+        if _MISSED in trial.user_attrs and trial.values:
+            seen[trial.number] = copy(trial)
+            seen[trial.number].values = [max(trial.values[0], least)]
+    return seen
 
 
 def _distribution(axis: Sequence[bool | int | float | str] | Range) -> Axis:
@@ -284,9 +370,36 @@ def _distribution(axis: Sequence[bool | int | float | str] | Range) -> Axis:
 
 
 def _sampler(sweep: Sweep, seed: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler for one trial; TPE takes running trials into account."""
+    """Return the sampler for one trial after the first ones; both consider running trials."""
     if sweep.mode != "bayes":
         return RandomSampler(seed)
     if sweep.search.sampler == "gp":
-        return GPSampler(seed=seed)
-    return TPESampler(seed=seed, constant_liar=True)
+        return GPSampler(seed=seed, n_startup_trials=1)
+    return TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
+
+
+def _evenly(axes: Mapping[str, Axis], seed: int, number: int) -> FrozenTrial:
+    """Return a running trial whose values are a point of Sobol's sequence."""
+    points = qmc.Sobol(len(axes), rng=seed)
+    if number:
+        points.fast_forward(number)
+    pairs = zip(axes.items(), points.random()[0].tolist(), strict=True)
+    values = {name: _value_at(axis, share) for (name, axis), share in pairs}
+    return create_trial(state=TrialState.RUNNING, params=values, distributions=dict(axes))
+
+
+def _value_at(axis: Axis, share: float) -> Any:
+    """Return the value of an axis at a share of its length, from 0 to below 1."""
+    if isinstance(axis, CategoricalDistribution):
+        return axis.choices[int(share * len(axis.choices))]
+    if axis.log:
+        edge = 0.5 if isinstance(axis, IntDistribution) else 0.0  # before rounding
+        low, high = math.log(axis.low - edge), math.log(axis.high + edge)
+        number = math.exp(low + share * (high - low))
+        number = round(number) if edge else number
+    elif axis.step:
+        steps = round((axis.high - axis.low) / axis.step) + 1
+        number = axis.low + axis.step * int(share * steps)
+    else:
+        number = axis.low + share * (axis.high - axis.low)
+    return axis.to_external_repr(min(max(number, axis.low), axis.high))

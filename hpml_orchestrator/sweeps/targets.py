@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, Target
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.statistics import Estimate
 
 _LEAST_SECONDS = 1e-3  # times are above zero
+
+
+def is_time_to_target(figure: str) -> bool:
+    """Return whether a figure of the results is the time until a run reached a target."""
+    return figure.startswith(("seconds_to_", "time_to_"))
+
+
+def missed(row: PointRow, figure: str) -> bool:
+    """Return whether a figure is the time to a target that a run did not reach."""
+    # A program reports the figure as null, or at least its target.
+    tried = figure in row.result or row.target_accuracy is not None
+    over = row.state in TIMED_OUT or (row.state == MEASURED and tried)
+    return is_time_to_target(figure) and row.metric is None and over
+
+
+def seconds_to_target(rows: Iterable[PointRow], figure: str) -> tuple[Estimate | None, list[bool]]:
+    """Return the median of a figure that is the time to a target, and which runs reached it.
+
+    Runs that missed it are censored. There is no median if a complete run does not report it.
+    """
+    tried = [row for row in rows if row.state == MEASURED or missed(row, figure)]
+    reached = [row.metric is not None for row in tried]
+    if not tried or not all(row.metric is not None or missed(row, figure) for row in tried):
+        return None, reached
+    times = [max(_LEAST_SECONDS, row.metric or until_end(row)) for row in tried]
+    return statistics.time_to_accuracy(times, reached), reached
 
 
 def aim_of(plan: SweepPlan, rows: Sequence[PointRow]) -> float | None:
@@ -44,21 +71,20 @@ def target_of(plan: SweepPlan, rows: Sequence[PointRow], aim: float | None) -> T
     )
 
 
+def until_end(row: PointRow) -> float:
+    """Return how long a run trained, or took: a lower bound of a time that it did not reach."""
+    took = max(1.0, (row.ended or 0.0) - (row.started or 0.0))
+    return row.training_seconds or row.total_seconds or took
+
+
 def times_to(rows: Sequence[PointRow], aim: float) -> list[tuple[float, bool]]:
     """Return the seconds until each run reached an accuracy, or ended without, and whether it did.
 
     Only complete runs and timeouts of which this is known are included.
     """
     known = [row for row in rows if _has_tried(row) and _is_timed(row, aim)]
-    times = [_seconds_to(row, aim) for row in known]
-    ended = [
-        time
-        or row.training_seconds
-        or row.total_seconds
-        or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
-        for row, time in zip(known, times, strict=True)
-    ]
-    return [(end, time is not None) for end, time in zip(ended, times, strict=True)]
+    times = [(row, _seconds_to(row, aim)) for row in known]
+    return [(time or until_end(row), time is not None) for row, time in times]
 
 
 def _has_tried(row: PointRow) -> bool:
