@@ -48,7 +48,11 @@ def print_summary(planned: SweepPlan, *, error: bool = False) -> None:
         f"{planned.name}: {planned.mode} sweep over {', '.join(varied)} on {planned.backend}",
         f"points    {points} ({counted(planned.spec.count, 'repeat')} of each){left}",
     ]
-    if not searches:
+    if searches:
+        from hpml_orchestrator.sweeps.search import sampler_text  # noqa: PLC0415 - loads Optuna
+
+        lines.append(f"sampler   {sampler_text(planned.spec)}")
+    else:
         labels = [str(p.scale or _values(p.values)) for p in planned.points if not p.excluded]
         lines.append(f"order     {planned.spec.order}: {first_few(labels, _SHOWN_POINTS)}")
     gpus = f"{estimate.gpu_hours:.3g} GPU-hours, " if estimate.gpu_hours else ""

@@ -11,6 +11,7 @@ from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.sweeps import selection
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.quality import runs_text
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
@@ -242,13 +243,18 @@ def _ranking(report: SweepFacts, best: Setting) -> Iterable[str]:
         text += f"; next is {following.label} with {exact_text(following.figure)}{unit}"
         yield f"{text}{relation[following.distinguishable]}."
     if len(report.ranked) == 1:
-        yield f"{text}; no other setting is complete."
+        others = any(one.unranked for one in report.settings)
+        yield f"{text}; no other setting {'is ranked' if others else 'is complete'}."
+    yield from selection.caveats(report, best)
     yield f"{costs_text(report.costs)} went into {attempts_text(report.states)}."
 
 
 def _how_to_report(report: SweepFacts) -> str:
+    if any(one.unranked for one in report.settings):
+        return selection.unranked(report)
     reported = sorted({name for one in report.attempts for name in numbers(one.row.result)})
     name = report.figure.name
+    figure = name.partition(" ")[0]
     if reported:
         return (
             f"They report {first_few(reported)}, but not {name}: name one of these "
@@ -256,7 +262,7 @@ def _how_to_report(report: SweepFacts) -> str:
         )
     return (
         f"They report no result: let rank 0 of the program call hpml_channel's "
-        f'result({name}=…), or write {{"{name}": …}} to result.json in {{run.dir}}.'
+        f'result({figure}=…), or write {{"{figure}": …}} to result.json in {{run.dir}}.'
     )
 
 
@@ -273,6 +279,7 @@ def checklist(report: SweepFacts) -> tuple[Notice, ...]:
     Source: Hoefler, "Twelve ways to fool the masses when reporting performance of deep learning
     workloads" (2018).
     """
-    lines = environment("md").get_template("checklist.j2").render(report=report).splitlines()
+    template, unseen = environment("md").get_template("checklist.j2"), selection.unseen(report)
+    lines = template.render(report=report, unseen=unseen).splitlines()
     checks = [line.strip().split(" | ", 2) for line in lines if line.strip()]
     return tuple(Notice(way, text, status) for way, status, text in checks)

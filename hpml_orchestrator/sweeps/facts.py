@@ -124,6 +124,9 @@ class Setting:
     # Why it is not compared with other scales, empty if it is: runs timed out or were lost, trained
     # less than at the baseline, or are not shown to train as well
     doubt: str = ""
+    # Why a complete setting of a grid or search has no figure: not all runs report it, or too few
+    # reached the target
+    unranked: str = ""
     unequal: str = ""  # why its quality withholds the speedup of a strong sweep, if it does
     # Whether its quality is shown to be that of the baseline; None: the baseline, or not reported
     keeps_quality: bool | None = None
@@ -141,12 +144,14 @@ class RankedFigure:
 
     Attributes:
         source: a field of the rows; `rate` is samples per second of the total time.
+        slowest: of a time to a target, that of the slowest run that reached it.
     """
 
     source: Literal["total_seconds", "rate", "samples_per_second", "metric", "accuracy"]
     name: str
     unit: str
     maximize: bool
+    slowest: float | None = None
 
 
 @dataclass(frozen=True)

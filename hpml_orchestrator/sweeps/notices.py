@@ -52,8 +52,6 @@ def notices(
             f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "
             f"complete runs (down to {min(few)}), so differences there may be chance."
         )
-        if report.search:
-            text += " The best of many trials is partly the luckiest: repeat it to know its figure."
         yield Notice("Few repeats", text)
     if missing := set(report.states) - {MEASURED, "PRUNED", "EXCLUDED", CONTINUED}:
         title = "Not finished" if missing & UNFINISHED else "Not completed"

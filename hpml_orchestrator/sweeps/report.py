@@ -18,8 +18,17 @@ from statistics import fmean
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.spec.sweep import SEARCHES, Search
-from hpml_orchestrator.sweeps import answers, doubts, notices, ranking, statistics, trial, wording
+from hpml_orchestrator.spec.sweep import SEARCHES
+from hpml_orchestrator.sweeps import (
+    answers,
+    doubts,
+    notices,
+    ranking,
+    selection,
+    statistics,
+    trial,
+    wording,
+)
 from hpml_orchestrator.sweeps.communication import communication
 from hpml_orchestrator.sweeps.facts import (
     CONTINUED,
@@ -36,9 +45,9 @@ from hpml_orchestrator.sweeps.facts import (
 from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.quality import qualities, with_divergence
-from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, metric_name
 from hpml_orchestrator.sweeps.statistics import Estimate
-from hpml_orchestrator.sweeps.targets import aim_of, target_of
+from hpml_orchestrator.sweeps.targets import aim_of, is_time_to_target, target_of
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
@@ -183,14 +192,15 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> Ra
         return RankedFigure(
             "samples_per_second", "steady samples per second", "samples/s", maximize=True
         )
-    search = plan.spec.search
-    chosen = plan.mode in SEARCHES or search.metric != Search().metric or not complete
-    if chosen or any(row.metric is not None for row in complete):
-        maximize = search.direction == "maximize"
-        return RankedFigure("metric", search.metric, "", maximize=maximize)
-    if any(row.accuracy is not None for row in complete):
+    search, metrics = plan.spec.search, _known(row.metric for row in complete)
+    named = plan.mode in SEARCHES or search.metric not in (None, "test_accuracy")
+    if complete and not named and not metrics and any(row.accuracy is not None for row in complete):
         return RankedFigure("accuracy", accuracy_name, "", maximize=True)
-    return RankedFigure("metric", search.metric, "", maximize=search.direction == "maximize")
+    name = metric_name(plan, complete) or " or ".join(DEFAULT_METRICS)
+    if is_time_to_target(name):
+        slowest = max(metrics, default=None)
+        return RankedFigure("metric", name, "s", maximize=False, slowest=slowest)
+    return RankedFigure("metric", name, "", maximize=search.direction == "maximize")
 
 
 def _setting(
@@ -217,6 +227,7 @@ def _setting(
     diverged = Counter(row.diverged for row in runs if row.diverged)
     lost, is_third = doubts.lost(diverged, missing, len(last))
     timed_out = doubts.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs))
+    estimate, unranked = selection.figure_of(figure, rows, len(runs), samples["figure"])
     values = wording.values_text(point.values)
     scale = wording.scale_text(point.scale, plan.unit) if point.scale is not None else ""
     means = {
@@ -244,7 +255,8 @@ def _setting(
         accuracy=_estimate(samples["accuracy"]),
         quality=quality,
         diverged=diverged,
-        figure=_estimate(samples["figure"]),
+        figure=estimate,
+        unranked=unranked,
         samples=samples,
         blocks={repeat: value for repeat, value in figures.items() if value is not None}
         if _in_blocks(plan)
@@ -263,7 +275,7 @@ def _setting(
 def _values(runs: Sequence[PointRow], figure: RankedFigure) -> list[float | None]:
     if figure.source == "rate":
         return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
-    return [getattr(row, figure.source) for row in runs]
+    return selection.values(runs, figure)
 
 
 def _known(values: Iterable[float | None]) -> tuple[float, ...]:

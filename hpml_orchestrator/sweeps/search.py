@@ -380,7 +380,7 @@ def _sampler(sweep: Sweep, seed: int) -> optuna.samplers.BaseSampler:
 
 def _evenly(axes: Mapping[str, Axis], seed: int, number: int) -> FrozenTrial:
     """Return a running trial whose values are a point of Sobol's sequence."""
-    points = qmc.Sobol(len(axes), rng=seed)
+    points = qmc.Sobol(len(axes), seed=seed)
     if number:
         points.fast_forward(number)
     pairs = zip(axes.items(), points.random()[0].tolist(), strict=True)
