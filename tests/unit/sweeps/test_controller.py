@@ -376,6 +376,21 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
     assert {row.metric for row in folder.rows(plan)} <= {0.0, 0.1}
 
 
+def test_a_search_has_one_figure_for_all_trials(folder: SweepFolder) -> None:
+    """The first that reports one decides: a validation accuracy is not compared with a test's."""
+    plan = folder.plan(**SEARCH | {"budget": {"parallel": 1}})
+    told = [{"validation_accuracy": 0.5, "test_accuracy": 0.9}, {"test_accuracy": 0.8}]
+    for number, figures in enumerate(told):
+        progress = folder.controller(plan).tick()
+        folder.report(max(folder.slurm.jobs, key=int), **figures)
+        folder.slurm.clock.sleep(progress.next_tick_seconds)
+        assert number == len(folder.slurm.jobs) - 1
+    folder.controller(plan).tick()
+    rows = folder.rows(plan)[:2]
+    assert [row.metric_name for row in rows] == ["validation_accuracy"] * 2
+    assert [row.metric for row in rows] == [0.5, None]
+
+
 def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
     """By a stop request; a minute later it is cancelled, and its row is PRUNED."""
     search = {"trials": 7, "pruner": "median"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean, median
@@ -199,7 +200,10 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         (lambda: (grid({"--lr": [1, 2]})[0], []), "Which of 2 combinations of lr gives digits the"),
         (lambda: (grid({"--lr": [1, 2]})[0], []), "highest validation_accuracy or test_accuracy?"),
         (lambda: grid({"--lr": [1, 2]}), "gives digits the highest test accuracy?"),
-        (lambda: silent(grid({"--lr": [1, 2]})), "the highest validation_accuracy or test_accuracy?"),
+        (
+            lambda: silent(grid({"--lr": [1, 2]})),
+            "the highest validation_accuracy or test_accuracy?",
+        ),
         # the answer
         (lambda: (scaling()[0], []), "No run is complete yet (24 points waiting)"),
         (lambda: strong(**FAILED), "No run completed (24 attempts: 24 failed)"),
@@ -351,7 +355,10 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
             lambda: silent(grid({"--lr": [1, 2]})),
             "give no answer: none has a figure. They report no",
         ),
-        (lambda: silent(grid({"--lr": [1, 2]})), "call hpml_channel's result(validation_accuracy=…)"),
+        (
+            lambda: silent(grid({"--lr": [1, 2]})),
+            "call hpml_channel's result(validation_accuracy=…)",
+        ),
         (lambda: silent(grid({"--lr": [1, 2]}), f1=0.5), "They report f1, but not validation_acc"),
         # the notices
         (lambda: strong(AT_8, code="0badc0de"), "Different code: Attempts differ"),
@@ -364,7 +371,8 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         (lambda: strong(AT_8, learning_rate=0.4), "learning rates from 0.1 to 0.4"),
         (lambda: strong(FIRST, **FAILED), "Not completed: 1 attempt: 1 failed."),
         (lambda: strong(FIRST, **FAILED), "No 95 % CI for 1 setting"),
-        (search, "The best of many trials is partly the luckiest"),
+        (search, "This is the best of 16 trials, chosen by this figure, so the figure is too good"),
+        (search, "good on average. Repeat the best with new seeds to know its figure."),
         (lambda: strong(AT_8, **LEFT_OUT), "6 points of the plan will not run. 8 is too many: 6"),
         (
             lambda: (with_fields(scaling()[0], order="written"), []),
@@ -560,6 +568,114 @@ def test_a_search_ranks_complete_trials(direction: str, choose: Any) -> None:
     assert report.ranked[0].figure
     assert report.ranked[0].figure.value == choose(complete)
     assert len(report.ranked) == len(complete)
+
+
+def by_time(*runs: tuple[float | None, ...]) -> tuple[SweepPlan, list[PointRow]]:
+    """A grid by the time to a target; each setting has six runs, None trained for 60 s in vain."""
+    plan, rows = grid({"--x": list(range(len(runs)))})
+    times = [runs[point.values["--x"]][point.repeat] for point in plan.points]
+    return with_fields(plan, search={"metric": "seconds_to_accuracy"}), [
+        replace(
+            row,
+            metric=time,
+            result={"seconds_to_accuracy": time},
+            training_seconds=time or 60.0,
+            seconds_to_accuracy=time,
+            target_accuracy=0.95,
+        )
+        for row, time in zip(rows, times, strict=True)
+    ]
+
+
+LUCKY = (4.7, None, None, None, None, None)
+RELIABLE = (10.0, 9.8, 10.1, 10.2, 9.9, 10.0)
+
+
+def test_a_lucky_run_of_six_is_not_the_best() -> None:
+    """Runs that miss the target are censored: a median needs more than half of the runs."""
+    plan, rows = by_time(LUCKY, RELIABLE, (9.0, 9.1, 8.9, 9.0, None, 9.1))
+    report = build(plan, rows)
+    assert [one.label for one in report.ranked] == ["x=2", "x=1"]
+    said = " ".join(report.answer)
+    assert "The best seconds_to_accuracy is 9.05 [8.9, inf] s, with x=2" in said
+    assert "next is x=1 with 10 [9.8, 10.2] s, not distinguishable from it." in said
+    assert "if all combinations are equally good (runs of one scatter by 0.141), by less" in said
+    assert "Not ranked: x=0 (1 of 6 runs reached the target)." in said
+    assert "1 of 6 runs reached the target |" in to_markdown(report)
+    # a run that was killed at its time limit missed the target too
+    rows = [
+        replace(row, state="TIMEOUT", total_seconds=None) if row.metric is None else row
+        for row in rows
+    ]
+    assert build(plan, rows).answer[0].startswith("The best seconds_to_accuracy is 9.05 [8.9,")
+
+
+def test_no_setting_is_best_if_none_reached_the_target() -> None:
+    """The answer says how many runs of each did."""
+    said = " ".join(build(*by_time(LUCKY, LUCKY)).answer)
+    assert (
+        "no answer: none has a figure. Not ranked: x=0 (1 of 6 runs reached the target) and x"
+        in said
+    )
+
+
+def test_a_setting_without_the_figure_of_some_runs_has_no_rank() -> None:
+    """Two of six runs that report no figure may be those that diverged."""
+    plan, rows = grid({"--lr": [0.1, 0.5]})
+    rows = [replace(row, metric=row.accuracy, metric_name="f1") for row in rows]
+    lost = [row.point for row in rows if plan.points[row.point].values["--lr"] == 0.1][:2]
+    rows = [replace(row, metric=None) if row.point in lost else row for row in rows]
+    report = build(with_fields(plan, search={"metric": "f1"}), rows)
+    said = " ".join(report.answer)
+    assert [one.label for one in report.ranked] == ["lr=0.5"]
+    assert "no other setting is ranked. Not ranked: lr=0.1 (4 of 6 complete runs report f1)" in said
+
+
+def test_the_best_of_equal_settings_is_too_good() -> None:
+    """By 0.87 times the scatter of a run, for the medians of six runs of 20 settings."""
+    noise, found = random.Random(3), []
+    for _ in range(40):
+        plan, rows = grid({"--x": list(range(20))})
+        rows = [replace(row, accuracy=noise.gauss(0.5, 0.01)) for row in rows]
+        report = build(plan, rows)
+        found.append(report.ranked[0].figure.value - 0.5 if report.ranked[0].figure else 0)
+    assert fmean(found) == pytest.approx(0.0087, rel=0.12)
+    (said,) = [text for text in report.answer if "the best of 20 combinations, chosen" in text]
+    numbers = re.search(r"by about ([0-9.]+) if all combinations .* scatter by ([0-9.]+)\)", said)
+    excess, scatter = map(float, numbers.groups() if numbers else ())
+    assert excess / scatter == pytest.approx(0.87, abs=0.01)
+
+
+def choosing(*figures: str) -> tuple[SweepPlan, list[PointRow]]:
+    """A search whose file names no metric; the first figure chooses, and all are reported."""
+    plan, rows = search()
+    return with_fields(plan, search={}), [
+        replace(row, metric_name=figures[0], result=dict.fromkeys(figures, row.metric))
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("figures", "status", "words"),
+    [
+        (("test_accuracy",), "not answered", "so that the test data are no longer unseen"),
+        (("validation_accuracy",), "not answered", "its choice reports no test figure"),
+        (("validation_accuracy", "test_accuracy"), "ok", "test_accuracy is of data that it has"),
+        (("score",), "not answered", "not known whether score, by which the search chose, is of"),
+        (("samples_per_second",), "ok", "are not known to it."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_search_by_a_test_figure_has_no_unseen_data(
+    figures: tuple[str, ...], status: str, words: str
+) -> None:
+    """The test figure of the choice stands beside the validation figure that chose it."""
+    report = build(*choosing(*figures))
+    (check,) = [one for one in report.checks if one.title == "Hide the runs that tuning took"]
+    assert (check.status, words in check.text) == (status, True)
+    assert f"The best {figures[0]} is 0.9502" in report.answer[0]
+    beside = "On data that the search did not choose by, its test_accuracy is 0.9502."
+    assert (beside in report.answer) == (len(figures) == 2)
 
 
 def test_each_series_has_its_own_baseline() -> None:

@@ -17,6 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
+from hpml_orchestrator.cli.sweeptext import print_summary
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.spec.sweep import SEARCHES, Sweep
 from hpml_orchestrator.sweeps.plan import Point, directory_of
@@ -348,7 +349,13 @@ def test_a_bad_trial_is_stopped(pruner: str, folder: SweepFolder) -> None:
     ("mode", "settings", "error"),
     [
         ("bayes", {"sampler": "gp"}, "search.sampler: needs `pip install torch`"),
-        ("evolution", {"trials": 4}, r"search.population: .* the 4 trials \(got 8\)"),
+        (
+            "evolution",
+            {"trials": 10, "population": 8},
+            r"search.population: must be at most 5, half of the 10 trials, .* to 16 \(got 8\)",
+        ),
+        ("pbt", {"trials": 15}, "search.population: must be at most 7"),
+        ("bayes", {"metric": "seconds_to_accuracy"}, "search.direction: must be minimize, since"),
         ("pbt", {"repeats": 2}, "repeats: must be 1 in mode pbt"),
         ("pbt", {"pruner": "median"}, "search.pruner: must be none"),
         ("bayes", {"pruner": "halving", "repeats": 2}, "search.pruner: must be none"),
@@ -362,6 +369,108 @@ def test_settings_that_cannot_work_are_refused(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=error):
         check_search(Sweep.model_validate({"base": "/job.yaml", **fields_of(mode, **settings)}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "text"),
+    [
+        ("bayes", {}, "GP (Gaussian process); the first 8 of 20 trials are spread evenly (Sobol)"),
+        ("bayes", {"trials": 10}, "GP (Gaussian process); the first 4 of 10 trials are spread"),
+        ("bayes", {"trials": 100}, "TPE; the first 8 of 100 trials are spread evenly (Sobol)"),
+        ("bayes", {"axes": MIXED}, "TPE; the first 8 of 20 trials are spread evenly (Sobol)"),
+        ("bayes", {"sampler": "tpe"}, "TPE; the first 8 of 20 trials are spread evenly (Sobol)"),
+        ("bayes", {"budget": {"parallel": 12}}, "GP (Gaussian process); the first 12 of 20 trials"),
+        ("random", {}, "random: all 20 trials"),
+        (
+            "evolution",
+            {},
+            "evolution; the first 8 of 20 trials are random; better than mode random",
+        ),
+        ("pbt", {}, "population-based training; the first 8 of 20 trials are random"),
+    ],
+)
+def test_the_plan_says_how_trials_are_chosen(
+    mode: str,
+    settings: dict[str, Any],
+    text: str,
+    folder: SweepFolder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which sampler, and how many trials no result guides."""
+    print_summary(folder.local_plan(**fields_of(mode, **settings)))
+    assert f"\nsampler   {text}" in capsys.readouterr().out
+
+
+def test_without_torch_the_sampler_is_tpe(
+    folder: SweepFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan says so, and what would help."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    print_summary(folder.local_plan(**fields_of("bayes")))
+    said = capsys.readouterr().out
+    assert "sampler   TPE; the first 8 of 20" in said
+    assert "note      the sampler is TPE: for these axes" in said
+    assert "pip install torch" in said
+
+
+def test_the_first_trials_are_spread_evenly(folder: SweepFolder) -> None:
+    """Each eighth of a range has one of the first eight trials, failed ones included."""
+    axes = {"--a": {"low": 0.0, "high": 8.0}, "--b": {"low": 1, "high": 256, "log": True}}
+    trials = Trials(folder, train=lambda _: "FAILED", parallel=3, axes=axes, trials=20)
+    made = [trial.params for trial in trials.search(25).trials[:8]]
+    assert {int(values["--a"]) for values in made} == {*range(8)}
+    assert sum(values["--b"] <= 16 for values in made) in (4, 5)
+
+
+def test_seeds_of_trials_differ(folder: SweepFolder) -> None:
+    """A search whose trials share a seed tunes its values to that seed; a file may name seeds."""
+    trials = Trials(folder, "random", trials=3, repeats=2)
+    trials.search()
+    assert [point.seed for point in trials.points] == [1, 2, 3, 4, 5, 6]
+    assert [point.variables["seed"] for point in trials.points] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_evolution_tries_no_values_twice(folder: SweepFolder) -> None:
+    """While there are others on finite axes; then it goes on."""
+    axes = {"--a": [1, 2, 3, 4], "--b": {"low": 1, "high": 4}}
+    train = lambda point: float(point.values["--a"] * point.values["--b"])  # noqa: E731
+    trials = Trials(folder, "evolution", train, axes=axes, trials=18, population=4)
+    made = [tuple(trial.params.values()) for trial in trials.search().trials]
+    assert len({*made[:12]}) == 12
+    assert len(made) == 18
+
+
+def test_a_missed_target_is_worse_than_any_that_was_reached(folder: SweepFolder) -> None:
+    """A trial whose runs missed it counts as twice as slow as the slowest that reached it."""
+    metric: dict[str, Any] = {"metric": "seconds_to_accuracy", "direction": "minimize"}
+    times = [4.0, None, 10.0, None, 6.0, 30.0]
+
+    def row(number: int) -> PointRow:
+        time, shape = times[number], {"over": True, "target_accuracy": 0.9}
+        return PointRow(
+            number, run="run", state="COMPLETED", metric=time, training_seconds=9.0, **shape
+        )
+
+    trials = Trials(folder, "bayes", trials=20, sampler="tpe", repeats=1, **metric)
+    for number in range(len(times)):
+        assert trials.propose(1)
+        trials.rows.append(row(number))
+    trials.propose(1)
+    values = [trial.value for trial in trials.study().trials]
+    assert values == [4.0, 9.0, 10.0, 20.0, 6.0, 30.0, None]
+    assert trials.study().trials[3].user_attrs["missed_target"] is True
+
+
+def test_a_trial_with_a_run_that_reports_nothing_has_no_value(folder: SweepFolder) -> None:
+    """The median of the others would be that of the lucky runs."""
+    trials = Trials(folder, "random", trials=2, repeats=3)
+    trials.propose(3)
+    trials.rows = [
+        PointRow(number, run="run", state="COMPLETED", over=True, metric=metric)
+        for number, metric in enumerate([0.9, None, 0.8])
+    ]
+    trials.propose(0)
+    assert trials.study().trials[0].state is TrialState.FAIL
 
 
 def test_studies_that_do_not_fit_are_refused(folder: SweepFolder) -> None:
