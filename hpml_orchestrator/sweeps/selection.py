@@ -1,4 +1,4 @@
-"""What it means that a setting was chosen by a figure: of which runs, and how far it is too good.
+"""The choice of the best setting by a figure: which runs count, and how much too good it looks.
 
 Sources: Hoefler & Belli, "Scientific benchmarking of parallel computing systems", SC15; Cawley &
 Talbot, "On over-fitting in model selection and subsequent selection bias in performance
@@ -129,8 +129,8 @@ def unseen(report: SweepFacts) -> tuple[bool, str]:
         return False, f"The search chose by {name}, and its choice reports no test figure."
     if name.startswith(_TEST):
         return False, (
-            f"The search chose by {name}, so that the test data are no longer unseen: choose by a "
-            "validation figure, or run the choice on other data."
+            f"The search chose by {name}, so it has seen the test data: choose by a validation "
+            "figure, or run the choice on other data."
         )
     return False, f"It is not known whether {name}, by which the search chose, is of test data."
 

@@ -658,7 +658,7 @@ def choosing(*figures: str) -> tuple[SweepPlan, list[PointRow]]:
 @pytest.mark.parametrize(
     ("figures", "status", "words"),
     [
-        (("test_accuracy",), "not answered", "so that the test data are no longer unseen"),
+        (("test_accuracy",), "not answered", "so it has seen the test data: choose by a valid"),
         (("validation_accuracy",), "not answered", "its choice reports no test figure"),
         (("validation_accuracy", "test_accuracy"), "ok", "test_accuracy is of data that it has"),
         (("score",), "not answered", "not known whether score, by which the search chose, is of"),

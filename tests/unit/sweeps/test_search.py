@@ -445,16 +445,12 @@ def test_a_missed_target_is_worse_than_any_that_was_reached(folder: SweepFolder)
     metric: dict[str, Any] = {"metric": "seconds_to_accuracy", "direction": "minimize"}
     times = [4.0, None, 10.0, None, 6.0, 30.0]
 
-    def row(number: int) -> PointRow:
-        time, shape = times[number], {"over": True, "target_accuracy": 0.9}
-        return PointRow(
-            number, run="run", state="COMPLETED", metric=time, training_seconds=9.0, **shape
-        )
-
+    ended: dict[str, Any] = {"state": "COMPLETED", "over": True, "run": "run"}
+    ended |= {"target_accuracy": 0.9, "training_seconds": 9.0}
     trials = Trials(folder, "bayes", trials=20, sampler="tpe", repeats=1, **metric)
-    for number in range(len(times)):
+    for number, time in enumerate(times):
         assert trials.propose(1)
-        trials.rows.append(row(number))
+        trials.rows.append(PointRow(number, metric=time, **ended))
     trials.propose(1)
     values = [trial.value for trial in trials.study().trials]
     assert values == [4.0, 9.0, 10.0, 20.0, 6.0, 30.0, None]
