@@ -47,7 +47,7 @@ def with_divergence(plan: SweepPlan, rows: Sequence[PointRow]) -> list[PointRow]
     known = {name for row in rows for name in numbers(row.result)}
     found = []
     for row in rows:
-        lost = row.diverged or lost_figure(row.result, plan.spec.search.metric, known)
+        lost = row.diverged or lost_figure(row.result, plan.spec.search.metric or "", known)
         if row.accuracy is not None and not math.isfinite(row.accuracy):
             lost = lost or f"{row.accuracy_name or 'accuracy'} is NaN"
         is_lost = lost and row.state == MEASURED
@@ -75,8 +75,9 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow]) -> _Figure | None:
         name = accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
         return _Figure("accuracy", name, maximize=True, margin=margin, relative=False)
     search = plan.spec.search
-    if "second" not in search.metric and any(row.metric is not None for row in rows):
-        return _Figure("metric", search.metric, maximize=search.direction == "maximize")
+    metric = search.metric or ""
+    if metric and "second" not in metric and any(row.metric is not None for row in rows):
+        return _Figure("metric", metric, maximize=search.direction == "maximize")
     # The unit of a loss is the program's own, so the margin is a share of it; 1 % of a perplexity,
     # exp(loss), is the stricter one: 0.01 of the loss.
     names = {name for row in rows for name in numbers(row.result)}
