@@ -30,6 +30,14 @@ def contended(facts: Facts) -> bool:
     return bool(lacked and THRESHOLDS["cpu-contention"].level(max(lacked.values())))
 
 
+def most_contended(facts: Facts) -> float | None:
+    """Return how much of its training others had the CPUs of the rank that lacked them most.
+
+    None if that was not measured, or if the ranks themselves outnumber their CPUs.
+    """
+    return None if crowded(facts) else max(cpu_waits(facts).values(), default=None)
+
+
 def cpu_contention(facts: Facts) -> Finding | str | None:
     """Return whether ranks could run but other processes had their CPUs."""
     slow, lacked = find_slow(facts), cpu_waits(facts)

@@ -106,11 +106,15 @@ def diagnose(facts: Facts) -> Diagnosis:
     )
 
 
+def share_of_run(facts: Facts, one: Finding) -> float:
+    """Return the largest share of the run's time that a finding costs; 0 if it is not known."""
+    cost, whole = one.gain_hours or 0.0, hours(facts)
+    return one.gain if one.gain is not None else cost / whole if whole else 0.0
+
+
 def _worth(facts: Facts, one: Finding) -> float:
     """Return the share of the run that a finding's change saves, times how sure that is."""
-    cost, whole = one.gain_hours or 0.0, hours(facts)
-    share = one.gain if one.gain is not None else cost / whole if whole else 0.0
-    return share * _SURE.get(one.kind, _GUESS if one.gain is None else 1.0)
+    return share_of_run(facts, one) * _SURE.get(one.kind, _GUESS if one.gain is None else 1.0)
 
 
 def _unknown(facts: Facts) -> Iterator[Finding]:

@@ -134,7 +134,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
         channel=bool(summary.training or summary.result or _REPORTED & phases.keys()),
-        ranks=_ranks(summary),
+        ranks=ranks_of(summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
         memory_bytes=own,
@@ -156,7 +156,8 @@ def _code(code: Code | None) -> str:
     return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 
 
-def _ranks(summary: Summary) -> list[RankFacts]:
+def ranks_of(summary: Summary) -> list[RankFacts]:
+    """Return the counters and the binding of a run's ranks."""
     bound = summary.bound
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}

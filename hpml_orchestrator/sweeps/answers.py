@@ -30,7 +30,7 @@ from hpml_orchestrator.sweeps.wording import (
 _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
 _SMALL_SHARE = 0.02
-_WIDE = 0.5  # an interval of a serial fraction from which it is called wide
+_WIDE = 0.5  # an interval of a serial fraction that says nothing
 _CAUSES = {
     "steps": "steps (communication, or too little work per rank)",
     "data wait": "waiting for data",
@@ -204,28 +204,17 @@ def _limit(setting: Setting, baseline: str) -> Iterable[str]:
         if seconds > _SMALL_SHARE * gains
     )
     yield (
-        f"At {setting.label}, {number(lost)} s are lost against ideal scaling: {named}; the serial "
-        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)}%"
-        f"{_serial_comment(setting.serial_fraction, baseline)}."
+        f"At {setting.label}, {number(lost)} s are lost against ideal scaling from {baseline}: "
+        f"{named}{_serial_text(setting.serial_fraction)}."
     )
 
 
-def _serial_comment(fraction: Estimate | None, baseline: str) -> str:
-    """Return a comment on a serial fraction outside of 0 to 100 %, or a too uncertain one."""
-    if fraction is None:
+def _serial_text(fraction: Estimate | None) -> str:
+    """Return the serial fraction if its interval is narrow, and within what a fraction can be."""
+    ends = fraction and fraction.interval
+    if not ends or ends.high - ends.low > _WIDE or not 0 <= ends.high <= 1:
         return ""
-    low, high = fraction.value, fraction.value
-    if fraction.interval:
-        low, high = fraction.interval.low, fraction.interval.high
-    if low > 1:
-        return f"; above 100 % means slower than {baseline}"
-    if high > 1:
-        return (
-            f"; its interval includes values above 100 % (slower than {baseline}) and is too wide"
-        )
-    if high - low > _WIDE:
-        return "; its interval is wide"
-    return "; below 0 % means faster than ideal scaling" if high < 0 else ""
+    return f"; the serial fraction (Karp-Flatt) is {estimate_text(fraction, 100)}%"
 
 
 def _ranking(report: SweepFacts, best: Setting) -> Iterable[str]:

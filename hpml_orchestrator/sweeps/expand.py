@@ -203,7 +203,10 @@ class _Planner:
             # Ranks of two runs on one machine would share its cores and caches, and a scaling
             # curve would measure that.
             budget = budget.model_copy(update={"parallel": 1})
-            self.notes.append("one run at a time, so that none disturbs another's timing")
+            self.notes.append(
+                "one run at a time: the sweep's runs do not disturb each other's times, but other "
+                "programs on this machine can"
+            )
         if self._backend == "local" and sweep.scale is None and sweep.parallel != 1:
             self.notes.append(
                 "runs side by side disturb each other's times: budget.parallel: 1 prevents that"

@@ -117,7 +117,7 @@ class Setting:
     # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `queue_seconds`,
     # `data_wait_ratio` and `gpu_active`, if known
     means: Mapping[str, float]
-    phases: Mapping[str, float]  # mean seconds by `PARTS`
+    phases: Mapping[str, float]  # seconds of the median run by `PARTS`; they add up to `seconds`
     costs: Costs  # of all attempts
     oversubscribed: int  # complete runs with more ranks than cores
     unverified: int  # complete runs whose binding is not verified
@@ -132,7 +132,7 @@ class Setting:
     keeps_quality: bool | None = None
     speedup: Speedup | None = None  # over the baseline of the same series
     serial_fraction: Estimate | None = None  # of Karp and Flatt
-    # Mean seconds more than with ideal scaling from the baseline, by `PARTS`
+    # By how many seconds `phases` exceed ideal scaling from the baseline, by `PARTS`
     lost: Mapping[str, float] = field(default_factory=dict)
     # From the best setting, corrected for how many settings are compared; None: unknown
     distinguishable: bool | None = None

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.sweeps.conditions import above_ideal, conditions
 from hpml_orchestrator.sweeps.doubts import differing, some_lost
 from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
@@ -38,6 +39,7 @@ def notices(
             silent = sum(row.started is not None and not getattr(row, name) for row in rows)
             details = [f"not recorded: {counted(silent, 'attempt')}"] * bool(silent)
             yield Notice(f"Different {name}", text, "loud", (*_tally(found, "attempt"), *details))
+    yield from conditions(report)
     yield from _deviations(plan, report)
     yield from _targets(plan, report, aim)
     several = report.scaling and len([one for one in report.settings if one.planned]) > 1
@@ -47,6 +49,7 @@ def notices(
             "cluster over time looks like an effect of the scale."
         )
         yield Notice("Order of the runs", text, "loud")
+    yield from above_ideal(report)
     if few := [one.runs for one in report.settings if 0 < one.runs < MIN_REPEATS]:
         text = (
             f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "

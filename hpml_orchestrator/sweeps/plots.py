@@ -266,7 +266,7 @@ def _phases(report: SweepFacts) -> Iterable[_Drawn]:
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
     axis.margins(x=0.14)
-    axis.set_xlabel("mean seconds of a run, without the queue")
+    axis.set_xlabel("seconds of the median run, without the queue")
     figure.legend(loc="outside lower center", ncols=4)
     yield "phases", "Where the time goes", figure
 

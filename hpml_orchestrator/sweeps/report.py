@@ -1,9 +1,9 @@
 """Compute the facts of a sweep's report from its plan and its rows; nothing is read or written.
 
 Runs are grouped by setting: the scale and the values of the axes. Durations are medians with a
-nonparametric 95 % interval, costs are sums, phases arithmetic means, which add up to the mean
-total. A speedup is a ratio of medians with a bootstrap interval or, if the plan runs repeat after
-repeat, the median of the ratios within each; speedups are never averaged.
+nonparametric 95 % interval, costs are sums, phases those of the median run, which add up to the
+median total. A speedup is a ratio of medians with a bootstrap interval or, if the plan runs repeat
+after repeat, the median of the ratios within each; speedups are never averaged.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _setting(
         target=target_of(plan, rows, aim),
         ran=_ran(complete or pairs),
         means={name: mean for name, mean in means.items() if mean is not None},
-        phases=_mean_phases(runs),
+        phases=_median_phases(runs),
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
@@ -310,10 +310,12 @@ def _ran(pairs: Sequence[tuple[Point, PointRow]]) -> dict[str, tuple[float, ...]
     return {name: tuple(sorted(values)) for name, values in found.items()}
 
 
-def _mean_phases(runs: Sequence[PointRow]) -> dict[str, float]:
-    divided = [_parts(row) for row in runs]
-    names = [name for name in PARTS if any(name in parts for parts in divided)]
-    return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
+def _median_phases(runs: Sequence[PointRow]) -> dict[str, float]:
+    """Return the seconds of the median run by `PARTS`; the mean of both runs in the middle."""
+    ordered = sorted(runs, key=lambda row: row.total_seconds or 0.0)
+    middle = [_parts(row) for row in ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]]
+    names = [name for name in PARTS if any(name in parts for parts in middle)]
+    return {name: fmean(parts.get(name, 0.0) for parts in middle) for name in names}
 
 
 def _parts(row: PointRow) -> dict[str, float]:

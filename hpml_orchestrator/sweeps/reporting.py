@@ -6,20 +6,36 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.diagnosis.diagnose import diagnose, share_of_run
 from hpml_orchestrator.diagnosis.report import Page
+from hpml_orchestrator.diagnosis.templates import percent
+from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
+from hpml_orchestrator.sweeps.facts import MEASURED
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
+
+
+_SMALL_SHARE = 0.05  # of a run; less is not named
+_PARTS_OF = {
+    "waits-for-data": ("data wait",),
+    "slow-staging": ("staging",),
+    "slow-start": ("start-up", "rendezvous", "preparation", "warm-up"),
+    "slow-saving": ("checkpoint",),
+    "slow-evaluation": ("evaluation",),
+}
+"""The parts of a run that findings are about."""
 
 
 class SweepReport(Page):
@@ -53,21 +69,44 @@ class SweepReport(Page):
 def read_report(store: Store, plan: SweepPlan) -> SweepReport:
     """Return the report of a sweep, with the trials that a search has chosen so far."""
     facts = build(with_trials(store, plan), Table(store, plan).rows())
-    held = _held_back(store, facts)
-    return SweepReport(replace(facts, answer=(*facts.answer, held)) if held else facts)
+    return SweepReport(replace(facts, answer=(*facts.answer, *_held_back(store, facts))))
 
 
-def _held_back(store: Store, facts: SweepFacts) -> str:
-    """Return what held back the median run of the best setting; empty if nothing was found."""
-    runs = sorted(
-        (one.row for one in facts.attempts if one.setting == facts.best and one.row.total_seconds),
-        key=lambda row: row.total_seconds or 0.0,
-    )
-    if not runs:
-        return ""
-    run = runs[len(runs) // 2].run
-    with contextlib.suppress(HpmlError):  # a sweep has a report without the record of one run, too
-        found = diagnose(gather(state_of(store, store.resolve(run))))
-        if found.findings:
-            return f"What held it back: {found.headline} (hpml report {run})."
-    return ""
+def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
+    """Yield what the best setting spent most time on besides its steps, or what slowed these.
+
+    Both are shares of the median run, not of its steps.
+    """
+    if facts.best is None:
+        return
+    best = facts.settings[facts.best]
+    whole = sum(best.phases.values())
+    shares = {name: took / (whole or 1.0) for name, took in best.phases.items() if name != "steps"}
+    part = max(shares, key=lambda name: shares[name], default="")
+    share = shares.get(part, 0.0)
+    rows = [one.row for one in facts.attempts if one.setting == best.number]
+    runs = sorted((row.total_seconds or 0.0, row.run) for row in rows if row.state == MEASURED)
+    run = runs[len(runs) // 2][1]
+    kind, text, cost = _first_finding(store, run)
+    if text and (cost >= share or share < _SMALL_SHARE or part in _PARTS_OF.get(kind, ())):
+        yield f"What held it back: {text} (hpml report {run})."
+    elif share >= _SMALL_SHARE:
+        took = f"What held it back: {part}, {percent(share)} of the total time with {best.label}"
+        yield f"{took} (median run; hpml report {run})."
+        if text:
+            yield f"In that run also: {text}."
+
+
+def _first_finding(store: Store, run: str) -> tuple[str, str, float]:
+    """Return the first finding about a run's speed: its kind, its words and its share of the run.
+
+    A sweep has a report without the record of one run, too.
+    """
+    with contextlib.suppress(HpmlError):
+        facts = gather(state_of(store, store.resolve(run)))
+        for one in diagnose(facts).findings:
+            if one.kind not in OVER_ASKED:
+                cost = share_of_run(facts, one)
+                most = f", at most {percent(cost)} of the run's time" if cost else ""
+                return one.kind, f"{one.verdict}{most}", cost
+    return "", "", 0.0

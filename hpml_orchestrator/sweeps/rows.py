@@ -12,8 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from hpml_orchestrator.diagnosis.contention import most_contended
+from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
+from hpml_orchestrator.runs.damaged import naming_damage
+from hpml_orchestrator.runs.facts import ranks_of
 from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.runs.reporting.description import Hours, hours_of, last_result
@@ -104,6 +108,11 @@ class PointRow:
     requeued: Sequence[Requeued] = ()
     energy_kwh: float | None = None  # of the GPUs, if measured
     gpu_active: float | None = None  # mean share of the time in which the GPUs computed
+    # Share of the training in which other processes had the CPUs of the rank that lacked them most.
+    cpu_contention: float | None = None
+    # Whether a node had staged data already, so that not all of its copying is in the times; None
+    # if nothing was staged.
+    data_reused: bool | None = None
     binding: str = ""  # its verdict in one line
     verified: bool | None = None  # whether all ranks were bound as planned
     oversubscribed: bool = False  # whether there were more ranks than cores of a machine
@@ -141,9 +150,10 @@ def row_of(
         summary, attempts = summarise(state), state.run.attempts()
         hours, life = hours_of(state, shared.job, now=state.ended), read_life(state, summary)
         placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
+        contention = _contention(state, summary)
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
-        summary, attempts, placed, life = Summary(), [], _Placed(), None
+        summary, attempts, placed, life, contention = Summary(), [], _Placed(), None, None
     result: Mapping[str, object] = {}
     with contextlib.suppress(RecordError):
         result = last_result(state, summary)
@@ -213,6 +223,8 @@ def row_of(
         requeued=requeued,
         energy_kwh=energy_kwh,
         gpu_active=gpu_active,
+        cpu_contention=contention,
+        data_reused=any(one.reused for one in summary.stages) if summary.stages else None,
         device=str(result.get("device", "")),
         result=result,
         binding=summary.binding,
@@ -359,6 +371,13 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
         record = read_json(attempt.directory / "nodes" / f"{node}.topology.json")
         return str(record.get("cpu_model") or "")
     return ""
+
+
+def _contention(state: State, summary: Summary) -> float | None:
+    job = state.submission.record()["job"]
+    with naming_damage(state):
+        ranks = ranks_of(summary)
+        return most_contended(Facts(state.submission.label, state.state, True, job, ranks=ranks))
 
 
 def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> tuple[float | None, float | None]:

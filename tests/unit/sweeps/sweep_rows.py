@@ -82,6 +82,8 @@ def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Point
         "node_hours": ranks * total / 3600,
         "energy_kwh": 1.2 * ranks * total / 3600,
         "gpu_active": 0.9,
+        "cpu_contention": 0.01,
+        "data_reused": False,
         "binding": "16 of 16 ranks bound as planned",
         "verified": True,
         "device": "NVIDIA H100 80GB HBM3",
