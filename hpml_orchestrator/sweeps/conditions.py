@@ -43,7 +43,7 @@ def _own_nodes(report: SweepFacts) -> Iterable[Notice]:
             f"All {first_few(texts)}, which no other scale used: a difference may come from the "
             f"node{'s' if several else ''}."
         )
-        yield Notice("A scale on nodes of its own", text, "loud")
+        yield Notice("A scale on separate nodes", text, "loud")
 
 
 def _apart(used: Mapping[int, Sequence[_Nodes]]) -> Mapping[int, _Nodes]:
@@ -66,7 +66,7 @@ def _own(used: Mapping[int, Sequence[_Nodes]], scale: int) -> tuple[_Nodes, _Nod
     """Return the nodes of most runs of a scale that no other used, and those of all others."""
     others = frozenset().union(*(nodes for one in used if one != scale for nodes in used[one]))
     times = Counter(node for nodes in used[scale] for node in nodes - others)
-    # On a large cluster each run has other nodes: no node stands for the scale.
+    # On a large cluster each run has other nodes, and none of them is a cause.
     least = max(2, len(used[scale]) / 2)
     return frozenset(node for node, n in times.items() if n >= least), others
 

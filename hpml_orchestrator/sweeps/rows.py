@@ -16,7 +16,6 @@ from hpml_orchestrator.diagnosis.contention import most_contended
 from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
-from hpml_orchestrator.runs.damaged import naming_damage
 from hpml_orchestrator.runs.facts import ranks_of
 from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.reporting.binding import node_topology
@@ -150,10 +149,9 @@ def row_of(
         summary, attempts = summarise(state), state.run.attempts()
         hours, life = hours_of(state, shared.job, now=state.ended), read_life(state, summary)
         placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
-        contention = _contention(state, summary)
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
-        summary, attempts, placed, life, contention = Summary(), [], _Placed(), None, None
+        summary, attempts, placed, life = Summary(), [], _Placed(), None
     result: Mapping[str, object] = {}
     with contextlib.suppress(RecordError):
         result = last_result(state, summary)
@@ -223,7 +221,7 @@ def row_of(
         requeued=requeued,
         energy_kwh=energy_kwh,
         gpu_active=gpu_active,
-        cpu_contention=contention,
+        cpu_contention=_contention(state, summary),
         data_reused=any(one.reused for one in summary.stages) if summary.stages else None,
         device=str(result.get("device", "")),
         result=result,
@@ -375,9 +373,10 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
 
 def _contention(state: State, summary: Summary) -> float | None:
     job = state.submission.record()["job"]
-    with naming_damage(state):
+    with contextlib.suppress(ValueError):  # a damaged list of CPUs
         ranks = ranks_of(summary)
         return most_contended(Facts(state.submission.label, state.state, True, job, ranks=ranks))
+    return None
 
 
 def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> tuple[float | None, float | None]:

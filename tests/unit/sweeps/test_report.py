@@ -783,7 +783,7 @@ def test_a_scale_with_nodes_of_its_own(nodes: dict[int, str], words: str) -> Non
         return replace(row, nodes=text.format(row.point + 20))
 
     report = build(*scaling(change=moved))
-    found = [one for one in report.notices if one.title == "A scale on nodes of its own"]
+    found = [one for one in report.notices if one.title == "A scale on separate nodes"]
     assert [one.status for one in found] == ["loud"] * bool(words)
     assert words in " ".join(one.text for one in found)
     assert (report.checks[3].status == "ok") == (not words)

@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import sweep_report
+from hpml_orchestrator.records import events
 from hpml_orchestrator.sweeps.compare import compare
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.table import Table
 from tests.unit.sweeps.conftest import SweepFolder
-from tests.unit.sweeps.sweep_rows import grid, scaling, search
+from tests.unit.sweeps.sweep_rows import completed, grid, scaling, search
 
 WIDTHS = (360, 1200)
 
@@ -117,6 +119,55 @@ def test_python_has_the_report_of_a_sweep_on_record(folder: SweepFolder) -> None
     framed = report._repr_html_().partition('srcdoc="')[2].partition('"')[0]
     assert html.unescape(framed) == report.html()
     assert report.html().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        (
+            {"start-up": 38.0, "training": 60.0, "end": 2.0},
+            "What held it back: start-up, 38% of the total time with lr=0.1 (median run; hpml",
+        ),
+        ({"start-up": 1.0, "training": 97.0, "end": 2.0}, ""),
+    ],
+)
+def test_what_held_it_back_is_a_share_of_the_run(
+    folder: SweepFolder, phases: dict[str, float], words: str
+) -> None:
+    """Waiting for data in 23 % of the steps is less of the run than a start of 38 %."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=3)
+    table = Table(folder.store, plan)
+    for point in plan.points:
+        more = {"start-up": 900.0} if point.number == 2 else {}  # one slow run is no median
+        wait = 0.15 if words else 0.03
+        table.end(completed(point, {**phases, **more}, data_wait_ratio=wait))
+    held = sweep_report(records=folder.store.root).answer[-1]
+    assert held.startswith("What held it back") == bool(words)
+    assert words in held
+
+
+def test_a_finding_about_the_steps_has_its_share_of_the_run(folder: SweepFolder) -> None:
+    """Steps that wait for data 23 % of their time, in a run of which the start took 38 %."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    attempt, now = folder.attempt(job_id), folder.slurm.clock.now
+    log = attempt / "events/n1.jsonl"
+    events.append(attempt / "events/batch.jsonl", "started", node="batch", now=now, cpus=2)
+    for name, moment in (("staging", 38), ("ready", 38), ("warm-up", 38)):
+        events.append(log, name, node="n1", rank=0, now=now + moment)
+    for moment, steps in ((40, 0), (100, 200)):
+        told = {"step_seconds_total": 0.3 * steps, "data_wait_seconds_total": 0.07 * steps}
+        events.append(log, "step", node="n1", rank=0, now=now + moment, steps_total=steps, **told)
+    folder.slurm.clock.sleep(100)
+    folder.report(job_id, test_accuracy=0.5)
+    (attempt / "started/job_id").write_text(f"{job_id}\n")
+    folder.controller(plan).tick()
+    *_, first, second = sweep_report(records=folder.store.root).answer
+    assert first.startswith("What held it back: start-up, 38% of the total time with lr=0.1")
+    assert second == (
+        "In that run also: waits for data: 23% of each step, at most 14% of the run's time."
+    )
 
 
 def test_hostile_names_stay_text() -> None:

@@ -305,6 +305,58 @@ def test_a_figure_that_is_no_number_is_a_training_that_diverged(
     assert (row.accuracy is None) == (bool(diverged) or "accuracy" not in result)
 
 
+@pytest.mark.parametrize(
+    ("waited", "cpus", "share"),
+    [(46.0, "0-1", 0.46), (1.0, "0-1", 0.01), (None, "0-1", None), (46.0, "0-x", None)],
+    ids=["contended", "alone", "not measured", "damaged"],
+)
+def test_a_row_knows_how_much_others_had_the_cpus(
+    folder: SweepFolder, waited: float | None, cpus: str, share: float | None
+) -> None:
+    """From the counters of the channel, as the finding of `hpml report` has it."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    attempt = folder.attempt(job_id)
+    (attempt / "binding").mkdir()
+    place = {"rank": 0, "local_rank": 0, "world_size": 1, "node": "n1", "cpus": cpus}
+    (attempt / "binding/n1.jsonl").write_text(f"{json.dumps(place)}\n")
+    counters = {"step_seconds": 100.0, "cpu_seconds": 50.0, "helper_cpu_seconds": 0.0}
+    counters |= {} if waited is None else {"cpu_wait_seconds": waited}
+    for moment in (0, 100):
+        told = {f"{name}_total": value * moment / 100 for name, value in counters.items()}
+        log, now = attempt / "events/n1.jsonl", 1000.0 + moment
+        events.append(log, "step", node="n1", rank=0, now=now, steps_total=2 * moment, **told)
+    folder.report(job_id)
+    folder.controller(plan).tick()
+    (row,) = folder.rows(plan)
+    assert row.state == "COMPLETED"
+    assert row.cpu_contention == (None if share is None else pytest.approx(share))
+
+
+@pytest.mark.parametrize(
+    ("reused", "expected"),
+    [([], None), ([False, False], False), ([True, False], True)],
+    ids=["nothing staged", "copied", "on one node already"],
+)
+def test_a_row_knows_whether_data_was_there(
+    folder: SweepFolder, reused: list[bool], expected: bool | None
+) -> None:
+    """With `keep: true` the first run copies, and the time of the others has no copy."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    log = folder.attempt(job_id) / "events/n1.jsonl"
+    stage = {"name": "data", "path": "/dev/shm/data", "bytes": 9, "files": 1, "seconds": 1.0}
+    stage |= {"bytes_per_second": 9.0, "method": "copy", "kept": True}
+    for number, there in enumerate(reused):
+        stages = [{**stage, "reused": there}]
+        events.append(log, "ready", node=f"n{number}", now=1000.0, stages=stages)
+    folder.report(job_id)
+    folder.controller(plan).tick()
+    assert [row.data_reused for row in folder.rows(plan)] == [expected]
+
+
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
     """Excluded, pending and running points, as of the last tick."""
     plan = folder.plan(exclude=[{"--lr": 0.3}], budget={"parallel": 2}, repeats=1)
