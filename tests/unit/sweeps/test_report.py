@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
