@@ -199,7 +199,12 @@ def search(trials: int = 20) -> tuple[SweepPlan, list[PointRow]]:
             row = dataclasses.replace(row, state="PRUNED", reason="below the median at epoch 3")
         elif point.number % 11 == 9:
             row = PointRow(
-                point.number, state="OUT_OF_MEMORY", over=True, started=BEGAN, gpu_hours=0.01
+                point.number,
+                state="OUT_OF_MEMORY",
+                over=True,
+                started=BEGAN,
+                gpu_hours=0.01,
+                node_hours=0.01,
             )
         rows.append(row)
     sweep = {
