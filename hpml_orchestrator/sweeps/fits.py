@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hpml_orchestrator.sweeps import models
 from hpml_orchestrator.sweeps.facts import FittedModel, SweepFacts
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS
 from hpml_orchestrator.sweeps.wording import scale_text
 
 _SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
@@ -18,23 +19,24 @@ def fits_of(report: SweepFacts) -> Iterable[FittedModel]:
     strong = report.mode == "strong"
     for series, settings in report.series.items():
         compared = {
-            one.scale: one.samples["figure"]
+            one.scale: one
             for one in settings
             if one.speedup and one.scale and not one.oversubscribed
         }
         if len(compared) < _SCALES_OF_A_LAW or not report.baseline:
             continue
         unit = min(compared)
-        units = [scale / unit for scale, runs in compared.items() for _ in runs]
-        values = [value for runs in compared.values() for value in runs]
+        units = [scale / unit for scale, one in compared.items() for _ in one.samples["figure"]]
+        values = [value for one in compared.values() for value in one.samples["figure"]]
+        repeats = [repeat for one in compared.values() for repeat in one.blocks]
         rates = [1 / value for value in values] if strong else values
         notes = [f"scales count in units of {scale_text(unit, report.unit)}"] * (unit > 1)
         if strong:
-            fits = {"Amdahl": models.fit_amdahl(units, values)}
+            fits = {"Amdahl": models.fit_amdahl(units, values, repeats)}
         else:
-            fits = {"Gustafson": models.fit_gustafson(units, rates)}
+            fits = {"Gustafson": models.fit_gustafson(units, rates, repeats)}
         if len(compared) >= _SCALES_OF_USL:
-            fits["Universal Scalability Law"] = models.fit_usl(units, rates)
+            fits["Universal Scalability Law"] = models.fit_usl(units, rates, repeats)
         for name, fit in fits.items():
             base = fit.predict(report.baseline / unit)
             power = -1 if name == "Amdahl" else 1  # Amdahl's law gives seconds, the others rates
@@ -46,7 +48,7 @@ def fits_of(report: SweepFacts) -> Iterable[FittedModel]:
                 residual=fit.residual,
                 lack_of_fit=fit.lack_of_fit,
                 speedups={scale: (fit.predict(scale / unit) / base) ** power for scale in compared},
-                note="; ".join([*notes, *_peak(fit, unit, report.unit), *_misfit(fit.lack_of_fit)]),
+                note="; ".join([*notes, *_peak(fit, unit, report.unit), *_limits(fit)]),
             )
 
 
@@ -60,8 +62,12 @@ def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
             yield f"no peak up to {unit * limit:.0f} {noun}, twice the largest measured scale"
 
 
-def _misfit(p_value: float | None) -> Iterable[str]:
-    if p_value is None:
+def _limits(fit: models.Fit) -> Iterable[str]:
+    if not all(one.interval for one in fit.parameters.values()):
+        yield f"no 95 % CI: that takes {MIN_REPEATS} repeats"
+    if fit.outliers:
+        yield f"{fit.outliers} of {fit.n} runs have no weight: they lie far outside of the scatter"
+    if fit.lack_of_fit is None:
         yield "whether it fits is not known: that takes repeats, and more scales than parameters"
-    elif p_value < _LACK_OF_FIT:
+    elif fit.lack_of_fit < _LACK_OF_FIT:
         yield "does not fit: it misses the scales by more than the runs scatter, do not build on it"
