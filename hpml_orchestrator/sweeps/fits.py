@@ -66,7 +66,7 @@ def _limits(fit: models.Fit) -> Iterable[str]:
     if not all(one.interval for one in fit.parameters.values()):
         yield f"no 95 % CI: that takes {MIN_REPEATS} repeats"
     if fit.outliers:
-        yield f"{fit.outliers} of {fit.n} runs have no weight: they lie far outside of the scatter"
+        yield f"without weight: {fit.outliers} of {fit.n} runs, far outside of the scatter"
     if fit.lack_of_fit is None:
         yield "whether it fits is not known: that takes repeats, and more scales than parameters"
     elif fit.lack_of_fit < _LACK_OF_FIT:

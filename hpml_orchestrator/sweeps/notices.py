@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps.conditions import above_ideal, conditions
+from hpml_orchestrator.sweeps.course import course
 from hpml_orchestrator.sweeps.doubts import differing, some_lost
 from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
@@ -49,6 +50,7 @@ def notices(
             "cluster over time looks like an effect of the scale."
         )
         yield Notice("Order of the runs", text, "loud")
+    yield from course(report)
     yield from above_ideal(report)
     if few := [one.runs for one in report.settings if 0 < one.runs < MIN_REPEATS]:
         text = (
