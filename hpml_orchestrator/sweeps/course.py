@@ -17,7 +17,7 @@ from hpml_orchestrator.sweeps.statistics import Array
 
 _MUCH_LONGER = 1.5  # times the median of the setting
 _MOST_RUNS = 5
-_FEWEST_RUNS = 3  # of a setting whose median says what is usual
+_FEWEST_RUNS = 3  # of a setting whose runs have a usual time
 _SURE = 0.01  # highest p-value of a drift
 _PRINTED = 0.001  # smallest p-value that is printed
 _SMALL_DRIFT = 0.02  # from the first run to the last

@@ -164,7 +164,7 @@ class FittedModel:
     # By the formula's names; scales count in units of the smallest one. With fewer than 6 repeats
     # there are no intervals
     parameters: Mapping[str, Estimate]
-    residual: float  # typical relative distance of a run from the curve, of its repeat if in blocks
+    residual: float  # typical relative distance of a run from the curve of its repeat
     # P-value of the test whether the curve misses the measured scales by more than the runs
     # scatter; None if that cannot be tested
     lack_of_fit: float | None

@@ -148,7 +148,7 @@ def test_at_most_five_outliers_are_listed_and_steady_sweeps_have_none() -> None:
     [("interleaved", "", "so speedups hold"), ("random", "loud", "may come from the drift")],
 )
 def test_a_drift_is_reported(order: str, status: str, meaning: str) -> None:
-    """A slowdown by a third is seen in each sweep, and hardly ever where there is none."""
+    """A slowdown by a third is found in each sweep, and steady sweeps rarely report one."""
     for seed in SEEDS:
         found = notice(simulated(seed, drift=0.33, slow=0.05, order=order), "Drift")
         assert found is not None
