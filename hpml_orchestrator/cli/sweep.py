@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -33,7 +34,7 @@ from hpml_orchestrator.cli.sweeptext import (
     print_sweeps,
     progress_line,
 )
-from hpml_orchestrator.errors import InputError, JobFailedError, counted
+from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.sweeps import plan
@@ -137,7 +138,10 @@ def plan_(
         points = [vars(point) for point in planned.points]
         print_json({**asdict(replace(planned, points=())), "points": points})
     else:
-        print_plan(planned)
+        earlier = None
+        with contextlib.suppress(HpmlError):  # there are no records before the first run
+            earlier = _load("sweeps.reporting").earlier_noise(store_of(context), planned)
+        print_plan(planned, _load("sweeps.power").plan_line(planned, earlier))
 
 
 @group.command()

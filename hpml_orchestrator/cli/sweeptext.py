@@ -62,9 +62,11 @@ def print_summary(planned: SweepPlan, *, error: bool = False) -> None:
     typer.echo("\n".join(lines), err=error)
 
 
-def print_plan(planned: SweepPlan) -> None:
-    """Print what a sweep will do, with its points; on a terminal only the first of many."""
+def print_plan(planned: SweepPlan, finds: str) -> None:
+    """Print what a sweep will do and find, with its points; on a terminal only the first of many."""
     print_summary(planned)
+    if finds:
+        typer.echo(f"finds     {finds}")
     shown = planned.points[: _SHOWN_COMBINATIONS if sys.stdout.isatty() else None]
     if shown:
         print_table(

@@ -13,6 +13,7 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps import selection
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
+from hpml_orchestrator.sweeps.power import sensitivity
 from hpml_orchestrator.sweeps.quality import runs_text
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
 from hpml_orchestrator.sweeps.wording import (
@@ -85,6 +86,7 @@ def answer(report: SweepFacts) -> Iterable[str]:
     if len(doubtful) > _MOST_NAMES:
         yield f"{counted(len(doubtful) - _MOST_NAMES, 'more setting')} cannot be compared."
     yield from more
+    yield from sensitivity(report)
 
 
 def _be(setting: Setting) -> str:

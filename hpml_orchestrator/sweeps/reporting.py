@@ -16,6 +16,8 @@ from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
 from hpml_orchestrator.sweeps.facts import MEASURED
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.plan import directory_of, read, sweeps
+from hpml_orchestrator.sweeps.power import noise_of
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-
+_LOOKED_AT = 20  # sweeps, for their noise
 _SMALL_SHARE = 0.05  # of a run; less is not named
 _PARTS_OF = {
     "waits-for-data": ("data wait",),
@@ -70,6 +72,19 @@ def read_report(store: Store, plan: SweepPlan) -> SweepReport:
     """Return the report of a sweep, with the trials that a search has chosen so far."""
     facts = build(with_trials(store, plan), Table(store, plan).rows())
     return SweepReport(replace(facts, answer=(*facts.answer, *_held_back(store, facts))))
+
+
+def earlier_noise(store: Store, planned: SweepPlan) -> tuple[float, str] | None:
+    """Return the noise of the newest sweep of the same job and mode, and its id; None if unknown."""
+    for name in sweeps(store)[:_LOOKED_AT]:
+        with contextlib.suppress(HpmlError):  # a damaged sweep
+            earlier = read(directory_of(store, name))
+            same = earlier.spec.base == planned.spec.base and earlier.mode == planned.mode
+            if same and not earlier.trial:
+                noise = noise_of(build(earlier, Table(store, earlier).rows()))
+                if noise is not None:
+                    return noise, name
+    return None
 
 
 def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
