@@ -177,7 +177,7 @@ class Controller:
             self._undecided.append(str(error))
             return
         if batch.job_id:
-            limits.accepted(out=out)
+            limits.accepted(tasks, out=out)
             self._add(batch)
             return
         limits.refused(tasks, batch.refusal, out=out, now=self._clock())

@@ -1,7 +1,8 @@
 """How many tasks the scheduler accepts.
 
 Slurm reports the largest size of an array, but not how many jobs a user may have submitted. So a
-refused array is halved until it fits; after five minutes one more task is tried.
+refused array is halved until it fits, and the rest of the room is filled in the same way; after
+five minutes one more task is tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MAX_TASKS = 1000
 """Most tasks of one batch."""
 
 _RETRY_SECONDS = 300.0
+_FIRST_WAIT_SECONDS = 30.0  # for room that was there before; twice as long after each refusal
 _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
 # Slurm names the limit in a separate line; old versions do not name it.
 _SUBMIT_LIMIT = re.compile(
@@ -48,16 +50,20 @@ class SweepLimits:
 
     array: int = 0  # most tasks of one array; 0 while not known
     ceiling: int | None = None  # most tasks of this sweep that may be out; None for no limit
-    retry_at: float = 0.0  # when to try one more than that, seconds since the epoch
+    fits: int = 0  # most of them that were out at once since the first refusal
+    wait: float = _FIRST_WAIT_SECONDS  # before the next attempt above the ceiling
+    retry_at: float = 0.0  # when that is due, seconds since the epoch
     reason: str = ""  # the scheduler's, of the last refusal
 
     def room(self, out: int, now: float) -> int:
         """Return how many tasks may be submitted now, if `out` tasks of the sweep are active."""
         if self.ceiling is None:
             return self.array
-        if out < self.ceiling:
-            return min(self.array, self.ceiling - out)
-        return 1 if now >= self.retry_at else 0
+        if out >= self.ceiling:
+            return 1 if now >= self.retry_at else 0
+        # Between what was accepted before and what was refused, the limit is found by halving.
+        known = min(self.fits, self.ceiling) - out
+        return min(self.array, known if known > 0 else (self.ceiling - out + 1) // 2)
 
     def refused(self, tasks: int, reason: str, *, out: int, now: float) -> None:
         """Learn from a batch that was refused while `out` other tasks were active."""
@@ -66,13 +72,19 @@ class SweepLimits:
             self.array = tasks // 2
         elif _SUBMIT_LIMIT.search(reason):
             # The limit counts all jobs of the user or account, so it leaves more or less room as
-            # other jobs come and go. That is why a ceiling is tried again and not kept.
-            self.ceiling, self.retry_at = out + tasks // 2, now + _RETRY_SECONDS
+            # other jobs come and go. That is why a ceiling is tried again and not kept. A number
+            # that fitted before will soon fit again: Slurm may still count a task that has ended.
+            self.ceiling = out + tasks - 1
+            self.retry_at = now + (self.wait if self.ceiling < self.fits else _RETRY_SECONDS)
+            self.wait = min(2 * self.wait, _RETRY_SECONDS)
 
-    def accepted(self, *, out: int) -> None:
-        """Learn that a batch was accepted while `out` tasks were active: no ceiling if above it."""
-        if self.ceiling is not None and out >= self.ceiling:
-            self.ceiling = None
+    def accepted(self, tasks: int, *, out: int) -> None:
+        """Learn that a batch was accepted while `out` tasks were active."""
+        if self.ceiling is None:
+            return
+        if out + tasks > self.ceiling:
+            self.ceiling = self.fits if out + tasks <= self.fits else None
+        self.fits, self.wait = max(self.fits, out + tasks), _FIRST_WAIT_SECONDS
 
 
 def is_limit(reason: str, tasks: int) -> bool:

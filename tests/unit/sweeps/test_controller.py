@@ -199,6 +199,40 @@ def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> 
     assert len(list(folder.store.submissions())) == 1
 
 
+def test_a_submit_limit_is_filled(folder: SweepFolder) -> None:
+    """Within the first round, and again as soon as a task ends, although nobody names the limit."""
+    plan = folder.plan(**TWENTY)
+    folder.slurm.submit_limit = 6
+    controller = folder.controller(plan)
+    wanted = "QOSMaxSubmitJobPerUserLimit; the next points follow as soon as one ends"
+    assert controller.tick().waits_for == wanted
+    assert folder.slurm.queued == 6
+    assert folder.slurm.calls["sbatch"] <= 6
+    for job_id in sorted(folder.slurm.jobs)[:2]:
+        folder.slurm.jobs[job_id].states = [(0.0, JobState.COMPLETED)]
+    calls = folder.slurm.calls["sbatch"]
+    folder.slurm.clock.sleep(31)
+    assert controller.tick().waits_for == wanted
+    assert (folder.slurm.queued, folder.slurm.calls["sbatch"]) == (6, calls + 1)
+
+
+def test_a_task_that_slurm_still_counts_costs_half_a_minute(folder: SweepFolder) -> None:
+    """By its own record it has ended, but its room is not free yet: not five minutes lost."""
+    plan = folder.plan(**TWENTY)
+    folder.slurm.submit_limit = 6
+    controller = folder.controller(plan)
+    controller.tick()
+    folder.report(min(folder.slurm.jobs), test_accuracy=0.5)
+    controller.tick()
+    folder.slurm.jobs[min(folder.slurm.jobs)].states = [(0.0, JobState.COMPLETED)]
+    controller.tick()
+    assert folder.slurm.queued == 5
+    folder.slurm.clock.sleep(31)
+    controller.tick()
+    assert folder.slurm.queued == 6
+    assert folder.carry_on(plan).counts == {"COMPLETED": 20}
+
+
 def test_a_retry_that_has_to_wait_is_not_forgotten(folder: SweepFolder) -> None:
     """All points have ended, one is due again, and sbatch may not be called this minute."""
     budget = {"submits_per_minute": 1}
