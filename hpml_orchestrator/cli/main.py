@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 from typing import Annotated, Any, NamedTuple
@@ -365,6 +366,9 @@ def _usage_error(error: Any) -> HpmlError:
         hint = example
     elif match := re.fullmatch(r"No such command '(\S+\.(?:ya?ml|toml))'", message):
         hint = f"hpml run {match[1]}"
+        if path == "hpml sweep":  # with its options, which are not those of `hpml run`
+            words = sys.argv[sys.argv.index(match[1]) :] if match[1] in sys.argv else [match[1]]
+            hint = f"did you mean `hpml sweep run {shlex.join(words)}`?"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
         if first:

@@ -40,8 +40,13 @@ hpml sweep run
     Strong scaling: hpml sweep run job.yaml --strong nodes=1,2,4,8 --repeats 6
     All combinations of two arguments: hpml sweep run job.yaml --grid lr=0.01,0.1 --grid width=16,32
     A sweep file, in the background: hpml sweep run sweep.yaml --detach
+    What failed, once more: hpml sweep run last --top-up
+hpml sweep repeat
+    The best three of a search: hpml sweep repeat last --best 3 --repeats 6
+hpml sweep list
+    All sweeps, newest first: hpml sweep list
 hpml sweep status
-    All sweeps: hpml sweep status
+    What the newest has done: hpml sweep status last
     The newest, again and again: hpml sweep status last --watch
 hpml sweep resume
     Continue after a closed terminal: hpml sweep resume last

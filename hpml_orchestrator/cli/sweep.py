@@ -1,4 +1,4 @@
-"""Commands about sweeps: plan, run, tick, status, resume, cancel, report, compare."""
+"""Commands about sweeps: plan, run, repeat, tick, status, resume, cancel, report, compare."""
 
 from __future__ import annotations
 
@@ -104,6 +104,13 @@ SweepWord = Annotated[
         autocompletion=completion(plan.sweeps),
     ),
 ]
+TopUpOption = Annotated[
+    bool,
+    typer.Option(
+        "--top-up",
+        help="FILE is an ended sweep: run its points without a complete run again.",
+    ),
+]
 NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking.")]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Go on in the background; see hpml sweep status.")
@@ -156,6 +163,7 @@ def run(
     settings: SetOption = [],
     backend: BackendOption = "auto",
     local: LocalOption = False,
+    top_up: TopUpOption = False,
     no_check: NoCheckOption = False,
     detach: DetachOption = False,
     as_json: JsonOption = False,
@@ -167,15 +175,65 @@ def run(
     """
     check_extra()
     options, store = (strong, weak, grid, repeats, batch, settings), store_of(context)
-    planner = _load("cli.sweepfile")
-    planned = planner.plan_sweep(context, file, options, backend, local=local)
+    if top_up:
+        names = ("--strong", "--weak", "--grid", "--repeats", "--batch", "--set")
+        refuse_with("--top-up", dict(zip(names, options, strict=True)))
+        refuse_with("--top-up", {"--backend": backend != "auto", "--local": local})
+        planned = plan.resolve(store, file)
+        missing = _load("sweeps.controller").top_up(store, planned)
+        if not missing:
+            typer.echo(f"{planned.id}: every point has a complete run; nothing is missing")
+            return
+        notice(f"{counted(missing, 'point')} of {planned.id} without a complete run start again")
+        drive_sweep(store, planned, detach=detach, as_json=as_json)
+        return
+    planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
+    _start(store, planned, no_check=no_check, detach=detach, as_json=as_json)
+
+
+def _start(
+    store: Store, planned: SweepPlan, *, no_check: bool, detach: bool, as_json: bool
+) -> None:
+    """Check a planned sweep, write its plan and run it."""
     if not no_check:
-        planner.check_plan(planned, store)
+        _load("cli.sweepfile").check_plan(planned, store)
     cluster = cluster_name(open_backend(planned.backend, store))
     directory = plan.write(store, replace(planned, cluster=cluster))
     print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")
     drive_sweep(store, planned, detach=detach, as_json=as_json)
+
+
+@group.command()
+def repeat(
+    context: typer.Context,
+    sweep: SweepWord,
+    best: Annotated[int, typer.Option("--best", min=1, help="How many of the best settings.")] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Runs of each; 6 give a 95 % interval.")
+    ] = 6,
+    no_check: NoCheckOption = False,
+    detach: DetachOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the best settings of a search or grid again, as a new sweep.
+
+    Its seeds are new, so the figures are not those that the settings were chosen by. Exit status 6
+    if points failed.
+    """
+    check_extra()
+    store = store_of(context)
+    planned = plan.resolve(store, sweep)
+    made = _load("sweeps.repeat").make_repeat(
+        store,
+        planned,
+        best=best,
+        repeats=repeats,
+        site=plan.site_of(planned, os.environ),
+        argv=sys.argv,
+        now=time.time(),
+    )
+    _start(store, made, no_check=no_check, detach=detach, as_json=as_json)
 
 
 @group.command()
@@ -222,12 +280,12 @@ def status(
 ) -> None:
     """Show the progress of a sweep, and what it cost so far.
 
-    Without SWEEP it lists all sweeps.
+    Without SWEEP it is `hpml sweep list`.
     """
-    store = store_of(context)
     if not sweep:
-        _list(store, as_json=as_json)
+        list_(context, as_json)
         return
+    store = store_of(context)
     planned = plan.resolve(store, sweep)
     while True:
         table = Table(store, planned)
@@ -243,7 +301,10 @@ def status(
         time.sleep(_WATCH_SECONDS)
 
 
-def _list(store: Store, *, as_json: bool) -> None:
+@group.command("list")
+def list_(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List all sweeps, newest first."""
+    store = store_of(context)
     plans = [plan.read(plan.directory_of(store, name)) for name in plan.sweeps(store)]
     entries = [(planned, Table(store, planned).progress()) for planned in plans]
     if as_json:
@@ -384,7 +445,8 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
         typer.echo(f"report  {path}")
     if progress.failed:
         runs = [row.run for row in rows if row.run and row.over and row.state not in SUCCESS_STATES]
-        shows = f"`hpml logs {runs[-1]}` shows the output of one" if runs else ""
+        shows = f"`hpml logs {runs[-1]}` shows the output of one, " if runs else ""
+        shows += f"`hpml sweep run {planned.id} --top-up` runs what is missing"
         number = counted(progress.failed, "point")
         raise JobFailedError(f"{number} of {progress.total} did not complete", hint=shows)
 

@@ -30,7 +30,7 @@ def progress_line(progress: SweepProgress) -> str:
         parts.append(f"{progress.gpu_hours:.2f} GPU-hours")
     if progress.eta_seconds is not None and not progress.finished:
         parts.append(f"about {seconds_text(progress.eta_seconds)} left")
-    return ", ".join([*parts, progress.waits_for]).removesuffix(", ")
+    return ", ".join(filter(None, [*parts, progress.waits_for, progress.missing_metric]))
 
 
 def _states(counts: Mapping[str, int]) -> list[str]:
@@ -63,7 +63,7 @@ def print_summary(planned: SweepPlan, *, error: bool = False) -> None:
 
 
 def print_plan(planned: SweepPlan, finds: str) -> None:
-    """Print what a sweep will do and find, with its points; on a terminal only the first of many."""
+    """Print what a sweep will do and find, with its points; a terminal shows the first of many."""
     print_summary(planned)
     if finds:
         typer.echo(f"finds     {finds}")

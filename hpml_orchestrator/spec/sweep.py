@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,7 @@ _SCALING = ("strong", "weak")
 MAX_POINTS = 100_000
 """Most points of a sweep."""
 
+_NAME = r"^[A-Za-z_]\w*$"
 _Number = StrictInt | StrictFloat
 _Positive = Annotated[_Number, Field(gt=0)]
 
@@ -171,15 +173,52 @@ class Budget(Model):
     """Calls of sbatch per minute."""
 
 
+class MetricPattern(Model):
+    """A figure of the program's output, for programs that report no result."""
+
+    pattern: str
+    """Regular expression with one group, the number; its last match in the output of the run
+    counts: `val_loss=([\\d.]+)`."""
+    name: Annotated[str, Field(pattern=_NAME)] | None = None
+    """What reports call it; default: the last word of the pattern before the group."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _one_group(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"must have one group in parentheses, the number, and has {groups}")
+        return value
+
+    def __str__(self) -> str:
+        if self.name:
+            return self.name
+        plain = re.sub(r"\\.", " ", self.pattern)  # the d of \d is not a word of the output
+        return str((re.findall(r"[A-Za-z_]\w*", plain.partition("(")[0]) or ["figure"])[-1])
+
+
+_Metric = Annotated[
+    Annotated[str, Field(pattern=_NAME), Tag("[name]")]
+    | Annotated[MetricPattern, Tag("[pattern]")],
+    Discriminator(
+        lambda value: "[pattern]" if isinstance(value, (dict, MetricPattern)) else "[name]"
+    ),
+]
+
+
 class Search(Model):
     """How a search chooses its points."""
 
     trials: Annotated[StrictInt, Field(ge=1, le=MAX_POINTS)] = 20
     """Number of trials."""
-    metric: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
-    """What to optimise: a figure of the result that the training reports. Default:
-    `validation_accuracy` where the runs report it, else `test_accuracy`. A search by a test figure
-    leaves no unseen data to test its choice on."""
+    metric: _Metric | None = None
+    """What to optimise: a figure of the result that the training reports, or a pattern of its
+    output, `{pattern: 'val_loss=([\\d.]+)'}`. Default: `validation_accuracy` where the runs report
+    it, else `test_accuracy`. A search by a test figure leaves no unseen data to test its choice
+    on."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of it is better."""
     sampler: Literal["auto", "tpe", "gp"] = "auto"
@@ -197,6 +236,11 @@ class Search(Model):
     """File in `{run.dir}` that a generation leaves for the next (`pbt`)."""
     resume_argument: text.Argument = "--checkpoint-from"
     """Argument that takes the parent's checkpoint (`pbt`)."""
+
+    @property
+    def metric_name(self) -> str:
+        """What reports call the metric; empty if the runs decide it."""
+        return "" if self.metric is None else str(self.metric)
 
 
 class Sweep(Model):
@@ -220,6 +264,8 @@ class Sweep(Model):
     """What varies: an argument (`--lr`, or `lr=` for `lr=VALUE`) or a field of the job
     (`resources.cpus_per_rank`), with a list of values or, in a search, a range:
     `{low: 1e-4, high: 0.1, log: true}`."""
+    combinations: list[dict[str, _Scalar]] = Field(default=[])
+    """The combinations of the axes' values to run, `{--lr: 0.1, --width: 16}`; default: all."""
     repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Runs of each combination; default 6, but 1 of a search and of a grid without an argument for
     the random seed. Fewer than 6 give no 95 % interval."""
@@ -263,6 +309,15 @@ class Sweep(Model):
     def _retry(cls, value: object) -> object:
         usual = {"PREEMPTED": 2, "NODE_FAIL": 2, "BOOT_FAIL": 2}
         return usual | value if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _combined(self) -> Sweep:
+        lists = {name: axis for name, axis in self.axes.items() if isinstance(axis, list)}
+        for number, chosen in enumerate(self.combinations):
+            known = chosen.keys() == self.axes.keys() and self.mode not in SEARCHES
+            if not known or any(value not in lists[name] for name, value in chosen.items()):
+                raise ValueError(f"combinations.{number}: must have a value of each axis")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Sweep:

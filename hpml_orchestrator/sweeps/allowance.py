@@ -62,7 +62,9 @@ def allowance(
     room = table.limits.room(len(table.active), now)
     if not room:
         left = seconds_text(max(0.0, table.limits.retry_at - now))
-        when = "the next points follow as soon as one ends" if table.active else f"next try in {left}"
+        when = (
+            "the next points follow as soon as one ends" if table.active else f"next try in {left}"
+        )
         return Allowance(reason=f"{table.limits.reason}; {when}")
     size = min(size, room)
     if sweep.parallel is None:

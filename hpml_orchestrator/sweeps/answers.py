@@ -253,7 +253,8 @@ def _how_to_report(report: SweepFacts) -> str:
         )
     return (
         f"They report no result: let rank 0 of the program call hpml_channel's "
-        f'result({figure}=…), or write {{"{figure}": …}} to result.json in {{run.dir}}.'
+        f'result({figure}=…), write {{"{figure}": …}} to result.json in {{run.dir}}, or give '
+        "search.metric a pattern of the program's output."
     )
 
 

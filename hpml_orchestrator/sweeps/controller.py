@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
@@ -28,7 +28,7 @@ from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_bat
 from hpml_orchestrator.sweeps.limits import is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.rows import PointRow, metric_name, row_of
-from hpml_orchestrator.sweeps.table import SweepProgress, Table, read_mark
+from hpml_orchestrator.sweeps.table import TOP_UP, SweepProgress, Table, read_mark
 from hpml_orchestrator.sweeps.trial import stopped_reason
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Controller:
         self._settle()
         self._collect()
         self._check_first_points()
+        self._check_metric()
         if self._is_cancelled():
             self._cancel()
         else:
@@ -255,6 +256,17 @@ class Controller:
                 f"`hpml sweep resume {self._plan.id}` continues anyway"
             )
             self._stop(f"the first {_FIRST_POINTS} points failed{reason}; {hint}", cancel=True)
+
+    def _check_metric(self) -> None:
+        """Stop a search that learns nothing: its first trials do not report its metric."""
+        completed = sum(row.state == "COMPLETED" for row in self._table.finished.values())
+        if completed < _FIRST_POINTS or not self._plan.spec.searches or self._table.resumed():
+            return
+        if missing := self._table.missing_metric():
+            hint = f"`hpml sweep resume {self._plan.id}` continues anyway"
+            self._stop(
+                f"{missing}; start the search again with another search.metric, {hint}", cancel=True
+            )
 
     @cached_property
     def _search(self) -> Searcher:
@@ -433,3 +445,29 @@ def resume(
         # `resume` can be repeated. In the other order the cancelled points would never start again.
         write_json(directory / "resumed.json", {"time": time.time() if now is None else now})
         (directory / "stopped.json").unlink(missing_ok=True)
+
+
+def top_up(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -> int:
+    """Let the points of an ended sweep that have no complete run run again, at the next `tick`.
+
+    Points that never started are started. Returns how many points will run; 0 if all are complete.
+
+    Raises:
+        InputError: the sweep has not ended, or belongs to another cluster.
+        SchedulerUnavailable: the scheduler gives no answer.
+    """
+    table = Table(store, plan)
+    seen = table.progress()
+    if not seen.finished:
+        raise InputError(
+            "has not ended yet",
+            field="SWEEP",
+            value=plan.id,
+            hint=f"`hpml sweep status {plan.id}` shows its progress, "
+            f"`hpml sweep resume {plan.id}` continues it",
+        )
+    if seen.failed:
+        starts = [[point, start + 1] for point, start in table.incomplete().items()]
+        write_json(table.directory / TOP_UP, {"starts": starts})
+        resume(store, plan, backends=backends)
+    return seen.failed

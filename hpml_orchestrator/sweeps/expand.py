@@ -343,7 +343,8 @@ class _Planner:
         sweep = self.sweep
         scales: Sequence[int | None] = sweep.scale.sizes if sweep.scale else [None]
         axes = [axis for axis in sweep.axes.values() if not isinstance(axis, Range)]
-        count = math.prod(map(len, axes)) * len(scales) * sweep.count
+        listed = [[one[name] for name in sweep.axes] for one in sweep.combinations]
+        count = (len(listed) or math.prod(map(len, axes))) * len(scales) * sweep.count
         # Checked by arithmetic before any point is built: a few long axes have billions of
         # combinations.
         if count > MAX_POINTS:
@@ -352,7 +353,7 @@ class _Planner:
                 field="axes",
                 hint="fewer values or repeats, or a search: mode: random",
             )
-        for scale, chosen in itertools.product(scales, itertools.product(*axes)):
+        for scale, chosen in itertools.product(scales, listed or itertools.product(*axes)):
             values = dict(zip(sweep.axes, chosen, strict=True))
             for repeat in range(sweep.count):
                 point = point_of(plan, 0, values, repeat=repeat, scale=scale)

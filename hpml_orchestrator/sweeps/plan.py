@@ -298,7 +298,7 @@ def resolve(store: Store, word: str, *, exact_name: bool = False) -> SweepPlan:
     known = sweeps(store)
     matches = known[:1] if word == "last" else named_by(word, known, exact_name=exact_name)
     if not matches:
-        start = "`hpml sweep status` lists all" if known else "start one with `hpml sweep run`"
+        start = "`hpml sweep list` lists all" if known else "start one with `hpml sweep run`"
         hint = did_you_mean(word, [*known, *["last"][: len(known)]]) or start
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:

@@ -124,9 +124,12 @@ def sensitivity(report: SweepFacts) -> Iterable[str]:
 
 
 def _text(difference: float, what: str, runs: int, noise: float, from_where: str) -> str:
+    size = f"differences of {_percent(difference)}"
+    if difference > 1:
+        size = f"ratios of {1 + difference:.1f}"
     return (
-        f"differences of {_percent(difference)} or more between two {what}, with "
-        f"{_percent(POWER)} power ({_runs(runs)}, {_percent(noise)} {from_where})"
+        f"{size} or more between two {what}, with {_percent(POWER)} power "
+        f"({_runs(runs)}, {_percent(noise)} {from_where})"
     )
 
 

@@ -47,7 +47,7 @@ def with_divergence(plan: SweepPlan, rows: Sequence[PointRow]) -> list[PointRow]
     known = {name for row in rows for name in numbers(row.result)}
     found = []
     for row in rows:
-        lost = row.diverged or lost_figure(row.result, plan.spec.search.metric or "", known)
+        lost = row.diverged or lost_figure(row.result, plan.spec.search.metric_name, known)
         if row.accuracy is not None and not math.isfinite(row.accuracy):
             lost = lost or f"{row.accuracy_name or 'accuracy'} is NaN"
         is_lost = lost and row.state == MEASURED
@@ -75,7 +75,7 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow]) -> _Figure | None:
         name = accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
         return _Figure("accuracy", name, maximize=True, margin=margin, relative=False)
     search = plan.spec.search
-    metric = search.metric or ""
+    metric = search.metric_name
     if metric and "second" not in metric and any(row.metric is not None for row in rows):
         return _Figure("metric", metric, maximize=search.direction == "maximize")
     # The unit of a loss is the program's own, so the margin is a share of it; 1 % of a perplexity,

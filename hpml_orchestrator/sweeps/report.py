@@ -45,9 +45,9 @@ from hpml_orchestrator.sweeps.facts import (
 from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.quality import qualities, with_divergence
-from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, metric_name
+from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target, metric_name
 from hpml_orchestrator.sweeps.statistics import Estimate
-from hpml_orchestrator.sweeps.targets import aim_of, is_time_to_target, target_of
+from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
@@ -193,7 +193,7 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> Ra
             "samples_per_second", "steady samples per second", "samples/s", maximize=True
         )
     search, metrics = plan.spec.search, _known(row.metric for row in complete)
-    named = plan.mode in SEARCHES or search.metric not in (None, "test_accuracy")
+    named = plan.mode in SEARCHES or search.metric_name not in ("", "test_accuracy")
     if complete and not named and not metrics and any(row.accuracy is not None for row in complete):
         return RankedFigure("accuracy", accuracy_name, "", maximize=True)
     name = metric_name(plan, complete) or " or ".join(DEFAULT_METRICS)

@@ -75,7 +75,7 @@ def read_report(store: Store, plan: SweepPlan) -> SweepReport:
 
 
 def earlier_noise(store: Store, planned: SweepPlan) -> tuple[float, str] | None:
-    """Return the noise of the newest sweep of the same job and mode, and its id; None if unknown."""
+    """Return the noise of the newest sweep of the same job and mode, and its id, if known."""
     for name in sweeps(store)[:_LOOKED_AT]:
         with contextlib.suppress(HpmlError):  # a damaged sweep
             earlier = read(directory_of(store, name))

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,6 +123,11 @@ class PointRow:
     hardware: str = ""  # CPU and GPU models of the nodes
 
 
+def is_time_to_target(figure: str) -> bool:
+    """Return whether a figure of the results is the time until a run reached a target."""
+    return figure.startswith(("seconds_to_", "time_to_"))
+
+
 def metric_name(plan: SweepPlan, rows: Iterable[PointRow]) -> str:
     """Return the figure that a sweep chooses by; empty until a run decides it.
 
@@ -129,7 +135,7 @@ def metric_name(plan: SweepPlan, rows: Iterable[PointRow]) -> str:
     a validation accuracy cannot be compared with a test accuracy.
     """
     ended = (row for row in rows if row.state == "COMPLETED" and row.metric is not None)
-    return plan.spec.search.metric or next((row.metric_name for row in ended), "")
+    return plan.spec.search.metric_name or next((row.metric_name for row in ended), "")
 
 
 def row_of(
@@ -174,7 +180,8 @@ def row_of(
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
     usual = next((name for name in DEFAULT_METRICS if name in told), DEFAULT_METRICS[-1])
-    metric = plan.spec.search.metric or metric or usual
+    wanted = plan.spec.search.metric
+    metric = plan.spec.search.metric_name or metric or usual
     diverged = lost_figure(result, metric)
     if accuracy is not None and not math.isfinite(accuracy):
         diverged = diverged or f"{name} is NaN"
@@ -205,7 +212,11 @@ def row_of(
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
-        metric=told.get(metric, summary.samples_per_second if metric == _RATE else None),
+        metric=(
+            told.get(metric, summary.samples_per_second if metric == _RATE else None)
+            if wanted is None or isinstance(wanted, str)
+            else _last_match(wanted.pattern, state)
+        ),
         metric_name=metric,
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
@@ -305,6 +316,20 @@ def _is_not_finite(value: object) -> bool:
         with contextlib.suppress(ValueError):
             value = float(value)
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _last_match(pattern: str, state: State) -> float | None:
+    """Return the last number that a pattern finds in a line of a run's output."""
+    found = None
+    with (
+        contextlib.suppress(RecordError, OSError),
+        state.run.output.open(encoding="utf-8", errors="replace") as lines,
+    ):
+        for line in lines:  # an output may have gigabytes
+            for match in re.finditer(pattern, line):
+                with contextlib.suppress(ValueError, TypeError):
+                    found = float(match[1])
+    return found
 
 
 def _best_so_far(

@@ -32,11 +32,11 @@ from scipy.stats import qmc
 
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.spec.problems import combined
-from hpml_orchestrator.spec.sweep import Range, Sweep
+from hpml_orchestrator.spec.sweep import MetricPattern, Range, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on
-from hpml_orchestrator.sweeps.rows import PointRow
-from hpml_orchestrator.sweeps.targets import is_time_to_target, missed, seconds_to_target
+from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target
+from hpml_orchestrator.sweeps.targets import seconds_to_target
 
 STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
@@ -61,7 +61,7 @@ def check_search(sweep: Sweep) -> None:
         f"must be at most {trials // 2}, half of the {trials} trials, as a population needs two "
         f"generations; or raise search.trials to {2 * search.population}"
     )
-    backwards = search.direction == "maximize" and is_time_to_target(search.metric or "")
+    backwards = search.direction == "maximize" and is_time_to_target(search.metric_name)
     pruned = search.pruner != "none" and (pbt or sweep.count > 1)
     checks: list[tuple[object, str, str]] = [
         (needs_torch, "search.sampler", "needs `pip install torch`"),
@@ -69,6 +69,11 @@ def check_search(sweep: Sweep) -> None:
         (backwards, "search.direction", f"must be minimize, since {search.metric} is a time"),
         (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (pruned, "search.pruner", "must be none with repeats and in mode pbt"),
+        (
+            search.pruner != "none" and isinstance(search.metric, MetricPattern),
+            "search.pruner",
+            "must be none with a pattern as search.metric: it is read when a run has ended",
+        ),
         (sweep.exclude, "exclude", "must be empty in a search: leave the values out of the axes"),
     ]
     problems = [
@@ -174,19 +179,9 @@ class Searcher:
             population-based training must end first.
 
         Raises:
-            InputError: the runs of a generation left no checkpoint, or no run reports the metric.
+            InputError: the runs of a generation left no checkpoint.
             RecordError: the study lacks trials that the rows have.
         """
-        completed = [row for row in rows if row.state == "COMPLETED"]
-        name = self._sweep.search.metric or ""
-        if completed and all(row.metric is None and not missed(row, name) for row in completed):
-            figures = ", ".join(sorted(completed[0].result)) or "nothing"
-            raise InputError(
-                "is not a figure of the results",
-                field="search.metric",
-                value=name or completed[0].metric_name,
-                hint=f"the first run reported {figures}; start the sweep again with one of them",
-            )
         known = {row.point for row in rows}
         made = len(self._trials())
         # A journal that is older than the rows, restored from a copy for example, would give the
@@ -286,8 +281,8 @@ class Searcher:
         A trial that missed its target counts as twice as slow as the slowest that reached it, and
         at least as the time that it trained.
         """
-        if is_time_to_target(self._sweep.search.metric or ""):
-            time, _ = seconds_to_target(rows, self._sweep.search.metric or "")
+        if is_time_to_target(self._sweep.search.metric_name):
+            time, _ = seconds_to_target(rows, self._sweep.search.metric_name)
             if time is None or math.isfinite(time.value):
                 return time.value if time else None
             self._storage.set_trial_user_attr(self._id_of(trial), _MISSED, value=True)

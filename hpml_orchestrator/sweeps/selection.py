@@ -19,9 +19,9 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.facts import MEASURED, RankedFigure, Setting, SweepFacts
-from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES, PointRow
+from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES, PointRow, is_time_to_target
 from hpml_orchestrator.sweeps.statistics import Estimate, median_estimate
-from hpml_orchestrator.sweeps.targets import is_time_to_target, missed, seconds_to_target, until_end
+from hpml_orchestrator.sweeps.targets import missed, seconds_to_target, until_end
 
 _MOST_NAMES = 3
 _VALIDATION, _TEST = "validation_", ("test_", "eval_", "evaluation_")

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json, write_text
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.spec.sweep import MetricPattern
 from hpml_orchestrator.sweeps.limits import SweepLimits
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 SUCCESS_STATES = ("COMPLETED", "PRUNED")
 """The states of points that ended well."""
+
+TOP_UP = "top-up.json"
+"""The mark with the `starts` that `run --top-up` wants: the numbers of point and start."""
 
 _EMPTY = vars(PointRow(-1))
 
@@ -43,6 +48,7 @@ class SweepProgress:
     # Until all points are over, at the rate so far; None if unknown.
     eta_seconds: float | None = None
     waits_for: str = ""  # a sentence; empty if the sweep waits for nothing
+    missing_metric: str = ""  # a sentence, if no complete run has the figure to be judged by
     finished: bool = False  # whether further ticks would do nothing
     next_tick_seconds: float = 0.0  # until the next tick is useful
 
@@ -131,10 +137,19 @@ class Table:
         """Return when the sweep was resumed after a stop, seconds since the epoch; 0: never."""
         return float(read_mark(self.directory / "resumed.json").get("time", 0.0))
 
+    def incomplete(self) -> dict[int, int]:
+        """Return the points that have started, and completed in no start: the number of the last.
+
+        Excluded points and those that a search stopped early are not among them.
+        """
+        ended = {point for (point, _), row in self.finished.items() if row.state in SUCCESS_STATES}
+        return {point: start for point, start in sorted(self.finished) if point not in ended}
+
     def retries(self) -> list[tuple[int, int]]:
         """Return the retries that are due: numbers of point and start."""
         retry = {str(state): times for state, times in self._plan.spec.retry.items()}
         resumed = self.resumed()
+        again = set(map(tuple, read_mark(self.directory / TOP_UP).get("starts", [])))
         counts = Counter((row.point, row.state) for row in self.finished.values())
         last = {point: row for (point, _), row in sorted(self.finished.items())}
         due = []
@@ -143,8 +158,10 @@ class Table:
             # timeout.
             allowed = counts[point, row.state] <= retry.get(row.state, 0)
             with_sweep = row.state == "CANCELLED" and (row.queued or 0.0) < resumed
-            if (allowed or with_sweep) and (point, row.start + 1) not in self.active:
-                due.append((point, row.start + 1))
+            following = (point, row.start + 1)
+            wanted = allowed or with_sweep or following in again
+            if wanted and following not in self.active:
+                due.append(following)
         return due
 
     def rows(self) -> list[PointRow]:
@@ -160,6 +177,30 @@ class Table:
                 state = "EXCLUDED" if reason else "WAITING"
                 found[key] = PointRow(*key, state=state, reason=reason, over=bool(reason))
         return [found[key] for key in sorted(found)]
+
+    def missing_metric(self) -> str:
+        """Return that no complete run reports what it was to be judged by; empty if one does."""
+        spec, search = self._plan.spec, self._plan.spec.search
+        named = spec.mode == "grid" and search.metric is not None and not self._plan.trial
+        complete = [row for row in self.finished.values() if row.state == "COMPLETED"]
+        name = search.metric_name or " or ".join(DEFAULT_METRICS)
+        # A figure that is null or NaN is in the result; a missed target may not be.
+        timed = is_time_to_target(name)
+        known = any(
+            row.metric is not None
+            or name in row.result
+            or (timed and row.target_accuracy is not None)
+            for row in complete
+        )
+        if known or not complete or not (spec.searches or named):
+            return ""
+        one = len(complete) == 1
+        first = "the first run reports" if one else f"the first {len(complete)} runs report"
+        figures = first_few(sorted(complete[0].result), none="nothing")
+        what = f"{'it reports' if one else 'they report'} {figures}"
+        if isinstance(search.metric, MetricPattern):
+            what = f"nothing in {'its' if one else 'their'} output matches {search.metric.pattern}"
+        return f"{first} no {name}: {what}"
 
     def progress(self, waits_for: str = "") -> SweepProgress:
         """Return the progress as of the last tick; `waits_for` as in `SweepProgress`."""
@@ -180,6 +221,7 @@ class Table:
             core_hours=sum(row.core_hours for row in rows),
             eta_seconds=None if took is None else took / len(ran) * (total - done),
             waits_for=stopped or waits_for,
+            missing_metric="" if stopped else self.missing_metric(),
             finished=done == total or bool(stopped and not out),
         )
 

@@ -7,15 +7,10 @@ from collections.abc import Iterable, Sequence
 from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, Target
 from hpml_orchestrator.sweeps.plan import SweepPlan
-from hpml_orchestrator.sweeps.rows import PointRow
+from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target
 from hpml_orchestrator.sweeps.statistics import Estimate
 
 _LEAST_SECONDS = 1e-3  # times are above zero
-
-
-def is_time_to_target(figure: str) -> bool:
-    """Return whether a figure of the results is the time until a run reached a target."""
-    return figure.startswith(("seconds_to_", "time_to_"))
 
 
 def missed(row: PointRow, figure: str) -> bool:
