@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,71 @@ def test_show_names_a_point_with_its_values(swept: list[str], hpml: Hpml) -> Non
         lines = hpml("show", point["id"]).out
         values = f"lr {point['values']['--lr']}, fail yes"
         assert f"\npoint      {point['point']} of {swept[0]}: {values}\n" in lines
+
+
+def test_missing_points_run_again(shell: Shell) -> None:
+    """What failed, and nothing else; every attempt stays in the report."""
+    command = ["bash", "-c", "[[ $1 != --lr=2 || -e mended ]]", "bash"]
+    shell.job("mends", command=command, args=["--lr=1"], resources=RESOURCES)
+    done = shell.hpml("sweep", "run", "mends.yaml", "--grid", "lr=1,2", "--local")
+    assert (done.code, "--top-up` runs what is missing" in done.err) == (6, True)
+    name = re.findall(r"mends-grid-[\w-]+", done.out)[0]
+    (shell.root / "mended").touch()
+    done = shell.hpml("sweep", "run", name, "--top-up")
+    assert done.code == 0, done.err
+    assert f"1 point of {name} without a complete run" in done.err
+    assert "2 of 2 done, 2 COMPLETED" in done.out
+    report = shell.hpml("sweep", "report", name, "--json").json()
+    assert report["states"] == {"COMPLETED": 2, "FAILED": 1}
+    done = shell.hpml("sweep", "run", name, "--top-up")
+    assert (done.code, "nothing is missing" in done.out) == (0, True)
+
+
+@pytest.mark.parametrize("mode", ["random", "evolution"])
+def test_the_best_of_a_search_are_repeated(shell: Shell, mode: str) -> None:
+    """With seeds that the search has not used, and compared by a figure of the output."""
+    command = ["bash", "-c", 'for word; do echo "$word"; done', "bash"]
+    shell.job("score", command=command, args=["--score=1", "--seed=1"], resources=RESOURCES)
+    search = {"trials": 4, "metric": {"pattern": "score=([0-9.]+)"}, "population": 2}
+    axes = {"--score": {"low": 0.1, "high": 0.9}, "--flag": [True, False]}
+    sweep = {"base": "score.yaml", "mode": mode, "axes": axes, "search": search}
+    (shell.root / "search.yaml").write_text(json.dumps(sweep))
+    done = shell.hpml("sweep", "run", "search.yaml", "--local")
+    assert done.code == 0, done.err
+    name = re.findall(rf"score-{mode}-[\w-]+", done.out)[0]
+    before = shell.hpml("sweep", "report", name, "--json").json()
+    best = sorted((one["figure"]["value"] for one in before["settings"]), reverse=True)[:2]
+    used = {attempt["seed"] for attempt in before["attempts"]}
+    done = shell.hpml("sweep", "repeat", name, "--best", "2", "--repeats", "2")
+    assert done.code == 0, done.err
+    assert f"note      repeats the best 2 settings of {name}, with the seeds" in done.err
+    after = shell.hpml("sweep", "report", "last", "--json").json()
+    assert after["name"] == f"score-{mode}-repeat"
+    found = sorted((one["figure"]["value"] for one in after["settings"]), reverse=True)
+    assert found == pytest.approx(best)
+    assert after["states"] == {"COMPLETED": 4}
+    assert not used & {attempt["seed"] for attempt in after["attempts"]}
+
+
+def test_a_plan_says_which_difference_it_finds(swept: list[str], hpml: Hpml) -> None:
+    """By the noise of an earlier sweep of the job, else by an assumed one."""
+    planned = hpml("sweep", "plan", "toy.yaml", "--strong", "ranks=1,2", "--local")
+    assert re.search(
+        r"\nfinds     differences of 1\d % or more between two scales, with 80 % power "
+        r"\(6 runs each, 5 % noise assumed\)\n",
+        planned.out,
+    )
+    planned = hpml("sweep", "plan", "toy.yaml", "--grid", "lr=1,2", "--local")
+    assert "finds     no difference: 1 run each, and hpml gives intervals from 6" in planned.out
+    assert swept
+
+
+def test_sweeps_are_listed(swept: list[str], hpml: Hpml) -> None:
+    """By `list`, and by `status` without a sweep."""
+    listed = hpml("sweep", "list")
+    assert listed.out.splitlines()[0] == "SWEEP\tMODE\tDONE\tSTATE"
+    assert all(name in listed.out for name in swept)
+    assert hpml("sweep", "status").out == listed.out
 
 
 def test_two_sweeps_of_one_kind_compare(swept: list[str], hpml: Hpml, tmp_path: Path) -> None:
@@ -149,6 +215,11 @@ def test_a_full_disk_leaves_no_plan_behind(swept: list[str], shell: Shell) -> No
         ("run sweep.yaml --strong nodes=1,2", 2, ["sweep.yaml is a sweep file", "hpml sweep run"]),
         ("report nix", 3, ["no sweep 'nix'", "lists all"]),
         ("status toy-grid", 2, ["SWEEP: names", "give more of the id"]),
+        ("toy.yaml --grid lr=1,2", 2, ["did you mean `hpml sweep run toy.yaml --grid lr=1,2`?"]),
+        ("run last --top-up --grid lr=1", 2, ["--grid", "--top-up"]),
+        ("run toy.yaml --top-up", 3, ["no sweep 'toy.yaml'", "hpml sweep list"]),
+        ("repeat last --best 0", 2, ["--best"]),
+        ("repeat last", 2, ["SWEEP: has no run that reports"]),
         ("report last --json --open", 2, ["--open", "only one"]),
     ],
 )

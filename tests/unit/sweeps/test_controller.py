@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.events import append
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.owner import this_owner
@@ -20,8 +21,9 @@ from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.sweeps.batches import read_batches
-from hpml_orchestrator.sweeps.controller import cancel, resume
+from hpml_orchestrator.sweeps.controller import cancel, resume, top_up
 from hpml_orchestrator.sweeps.plan import SweepPlan, directory_of
+from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.testing.scheduler import Fault, Killed
 
 if TYPE_CHECKING:
@@ -344,6 +346,40 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     assert states(folder, plan) == {"COMPLETED": 8, "CANCELLED": 4}
 
 
+def test_what_is_missing_runs_again(folder: SweepFolder) -> None:
+    """Failed, timed out, refused, out of memory: once each time, and nothing that is complete."""
+    plan = folder.plan(**FOUR | {"repeats": 2}, exclude=[{"--lr": 0.4}], retry={"PREEMPTED": 0})
+    folder.slurm.ends = [JobState[end] for end in "COMPLETED FAILED TIMEOUT OUT_OF_MEMORY".split()]
+    backends = {"backends": lambda _name, _host: folder.slurm}
+    with pytest.raises(InputError, match="has not ended yet"):
+        top_up(folder.store, plan, **backends)
+    folder.carry_on(plan)
+    first = {"COMPLETED": 3, "FAILED": 1, "TIMEOUT": 1, "OUT_OF_MEMORY": 1, "EXCLUDED": 2}
+    assert states(folder, plan) == first
+    assert top_up(folder.store, plan, **backends) == 3
+    folder.slurm.refusals = [INVALID]
+    assert folder.carry_on(plan).counts == {"COMPLETED": 3, "REFUSED": 3, "EXCLUDED": 2}
+    assert top_up(folder.store, plan, **backends) == 3
+    folder.slurm.ends = [JobState.FAILED]
+    assert folder.carry_on(plan).counts == {"COMPLETED": 5, "FAILED": 1, "EXCLUDED": 2}
+    assert top_up(folder.store, plan, **backends) == 1
+    assert folder.carry_on(plan).counts == {"COMPLETED": 6, "EXCLUDED": 2}
+    assert top_up(folder.store, plan, **backends) == 0
+    assert states(folder, plan) == first | {"COMPLETED": 6, "FAILED": 2, "REFUSED": 3}
+
+
+def test_a_cancelled_sweep_is_topped_up(folder: SweepFolder) -> None:
+    """Its cancelled points, and those that never started."""
+    plan = folder.plan(budget={"parallel": 2}, **TWO_SHAPES)
+    backends = {"backends": lambda _name, _host: folder.slurm}
+    folder.controller(plan).tick()
+    cancel(folder.store, plan, **backends)
+    folder.slurm.clock.sleep(60)
+    folder.carry_on(plan)
+    assert top_up(folder.store, plan, **backends) == 8
+    assert folder.carry_on(plan).counts == {"COMPLETED": 8}
+
+
 def test_a_cancelled_sweep_cancels_what_still_appears(folder: SweepFolder) -> None:
     """The controller died while sbatch was under way: its job is cancelled by a later tick."""
     plan = folder.plan()
@@ -451,3 +487,44 @@ def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
         folder.slurm.clock.sleep(40)
         progress = controller.tick()
     assert progress.counts == {"COMPLETED": 6, "PRUNED": 1}
+
+
+def test_a_missing_metric_is_said_after_the_first_run(folder: SweepFolder) -> None:
+    """With what the run reports; a search stops after four such runs, and goes on if asked to."""
+    search = {"trials": 9, "metric": "score"}
+    plan = folder.plan(**SEARCH | {"search": search, "budget": {"parallel": 1}})
+    controller = folder.controller(plan)
+    for number in range(4):
+        controller.tick()
+        folder.report(list(folder.slurm.jobs)[-1], test_accuracy=0.5, loss=1.0)
+        progress = controller.tick()
+        if not number:
+            said = "the first run reports no score: it reports loss and test_accuracy"
+            assert progress.missing_metric == said
+            assert not progress.finished
+    assert progress.waits_for == (
+        "the first 4 runs report no score: they report loss and test_accuracy; start the search "
+        f"again with another search.metric, `hpml sweep resume {plan.id}` continues anyway"
+    )
+    folder.slurm.clock.sleep(40)
+    assert folder.carry_on(plan).counts == {"COMPLETED": 4}
+    resume(folder.store, plan, now=folder.slurm.clock.now)
+    assert folder.carry_on(plan).counts == {"COMPLETED": 9}
+
+
+def test_a_metric_of_the_output(folder: SweepFolder) -> None:
+    """The last number that the pattern finds, of a program that reports no result."""
+    search = {"metric": {"pattern": r"val_loss=([\d.]+|nan|-)"}, "direction": "minimize"}
+    plan = folder.plan(axes={"--lr": [0.1, 0.2]}, repeats=1, search=search)
+    controller = folder.controller(plan)
+    controller.tick()
+    for job_id, text in zip(
+        sorted(folder.slurm.jobs), ("val_loss=2\rval_loss=0.25 \xe9\nval_loss=-\n", ""), strict=True
+    ):
+        folder.report(job_id)
+        (folder.attempt(job_id).parents[1] / "output.log").write_bytes(text.encode("latin-1"))
+    progress = controller.tick()
+    assert [row.metric for row in folder.rows(plan)] == [0.25, None]
+    assert (progress.counts, progress.missing_metric) == ({"COMPLETED": 2}, "")
+    facts = build(plan, folder.rows(plan))
+    assert facts.figure.name == "val_loss"

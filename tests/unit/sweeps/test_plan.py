@@ -194,6 +194,37 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
     return {"mode": mode, "axes": {axis: values}}
 
 
+def pattern(text: str) -> dict[str, Any]:
+    """The fields of a grid that is judged by a pattern of the output."""
+    return grid([1, 2]) | {"search": {"metric": {"pattern": text}}}
+
+
+def test_listed_combinations_run_and_no_others(tmp_path: Path) -> None:
+    """Two of four, each as often as all would."""
+    axes = {"--lr": [0.1, 0.2], "resources.cpus_per_rank": [1, 2]}
+    listed = [
+        {"--lr": 0.1, "resources.cpus_per_rank": 2},
+        {"--lr": 0.2, "resources.cpus_per_rank": 1},
+    ]
+    planned = made(tmp_path, {"mode": "grid", "axes": axes, "combinations": listed, "repeats": 2})
+    assert [dict(point.values) for point in planned.points].count(listed[0]) == 2
+    assert [dict(point.values) for point in planned.points].count(listed[1]) == 2
+    assert len(planned.points) == planned.estimate.points == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (r"val_loss=([\d.]+)", "val_loss"),
+        (r"^\s*perplexity\s*:\s*(\d+)", "perplexity"),
+        (r"(\d+) %", "figure"),
+    ],
+)
+def test_a_pattern_names_its_figure(tmp_path: Path, text: str, name: str) -> None:
+    """By its last word before the number, if the sweep file gives no name."""
+    assert str(made(tmp_path, pattern(text)).spec.search.metric) == name
+
+
 @pytest.mark.parametrize(
     ("fields", "job", "field", "message"),
     [
@@ -217,6 +248,11 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
         (STRONG | {"nonsense": 2}, {}, "nonsense", "unknown field"),
         (STRONG | {"baseline": 3}, {}, "", "none of the scales"),
         (STRONG | {"search": {"metric": "a b"}}, {}, "search.metric", "must match the regular"),
+        (pattern("loss=(["), {}, "search.metric.pattern", "is no regular expression: untermin"),
+        (pattern("loss=1"), {}, "search.metric.pattern", "one group in parentheses, the number"),
+        (pattern("(l)(o)"), {}, "search.metric.pattern", "the number, and has 2"),
+        (grid([1, 2]) | {"combinations": [{"--lr": 3}]}, {}, "", "a value of each axis"),
+        (grid([1, 2]) | {"combinations": [{}]}, {}, "", "combinations.0: must have a value of"),
         (STRONG | {"scale": {"ranks": [1], "nodes": [1]}}, {}, "scale", "one of nodes, ranks"),
         (STRONG | {"scale": {"ranks": [3]}}, {}, "batch.size", "cannot be divided over 3"),
         ({"mode": "weak", "scale": {"nodes": [200_000]}}, {}, "resources.nodes", "at most"),
