@@ -83,18 +83,21 @@ def inner_model(field: dict[str, Any]) -> tuple[str, str]:
     for key, step in (("items", "N."), ("additionalProperties", "NAME.")):
         if isinstance(field.get(key), dict) and "$ref" in field[key]:
             return field[key]["$ref"].rpartition("/")[2], step
-    return next(filter(lambda inner: inner[0], map(inner_model, field.get("anyOf", []))), ("", ""))
+    return next(filter(lambda inner: inner[0], map(inner_model, choices_of(field))), ("", ""))
+
+
+def choices_of(field: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the forms of a field that has several."""
+    return [*field.get("anyOf", []), *field.get("oneOf", [])]
 
 
 def type_of(field: dict[str, Any]) -> str:
     """Return the types or the choices of a field."""
     if "const" in field or "enum" in field:
         return ", ".join(f"`{choice}`" for choice in field.get("enum", [field.get("const")]))
-    if "anyOf" in field:
-        kinds = [
-            type_of(kind) for kind in field["anyOf"] if kind.get("type") not in ("null", "array")
-        ]
-        lists = [kind for kind in field["anyOf"] if kind.get("type") == "array"]
+    if choices := choices_of(field):
+        kinds = [type_of(kind) for kind in choices if kind.get("type") not in ("null", "array")]
+        lists = [kind for kind in choices if kind.get("type") == "array"]
         if lists:
             kinds.append("list of these" if kinds else type_of(lists[0]))
         return " or ".join(kinds)

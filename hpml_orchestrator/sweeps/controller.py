@@ -466,8 +466,13 @@ def top_up(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -
             hint=f"`hpml sweep status {plan.id}` shows its progress, "
             f"`hpml sweep resume {plan.id}` continues it",
         )
-    if seen.failed:
+    # a stop left them out, so the progress does not count them
+    waiting = [
+        one for one in plan.points if not one.excluded and (one.number, 0) not in table.finished
+    ]
+    missing = seen.failed + len(waiting)
+    if missing:
         starts = [[point, start + 1] for point, start in table.incomplete().items()]
         write_json(table.directory / TOP_UP, {"starts": starts})
         resume(store, plan, backends=backends)
-    return seen.failed
+    return missing

@@ -20,7 +20,7 @@ ASSUMED_NOISE = 0.05
 
 _DRAWS = 1000
 _LEAST_FREEDOM = 5  # degrees of freedom of a scatter that is worth naming
-_WHOLE_PERCENT = 0.1  # from here on without decimals
+_WHOLE_PERCENT = 0.1  # from here on whole numbers, else two digits
 
 
 def smallest_difference(
@@ -138,4 +138,4 @@ def _runs(runs: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.{0 if share >= _WHOLE_PERCENT else 1}f}".removesuffix(".0") + " %"
+    return f"{100 * share:{'.0f' if share >= _WHOLE_PERCENT else '.2g'}} %"

@@ -346,37 +346,46 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     assert states(folder, plan) == {"COMPLETED": 8, "CANCELLED": 4}
 
 
+def topped_up(folder: SweepFolder, plan: SweepPlan) -> int:
+    """Let what is missing run again; how many points that are."""
+    return top_up(folder.store, plan, backends=lambda _name, _host: folder.slurm)
+
+
 def test_what_is_missing_runs_again(folder: SweepFolder) -> None:
     """Failed, timed out, refused, out of memory: once each time, and nothing that is complete."""
     plan = folder.plan(**FOUR | {"repeats": 2}, exclude=[{"--lr": 0.4}], retry={"PREEMPTED": 0})
     folder.slurm.ends = [JobState[end] for end in "COMPLETED FAILED TIMEOUT OUT_OF_MEMORY".split()]
-    backends = {"backends": lambda _name, _host: folder.slurm}
     with pytest.raises(InputError, match="has not ended yet"):
-        top_up(folder.store, plan, **backends)
+        topped_up(folder, plan)
     folder.carry_on(plan)
-    first = {"COMPLETED": 3, "FAILED": 1, "TIMEOUT": 1, "OUT_OF_MEMORY": 1, "EXCLUDED": 2}
+    first: dict[str, int] = {
+        "COMPLETED": 3,
+        "FAILED": 1,
+        "TIMEOUT": 1,
+        "OUT_OF_MEMORY": 1,
+        "EXCLUDED": 2,
+    }
     assert states(folder, plan) == first
-    assert top_up(folder.store, plan, **backends) == 3
+    assert topped_up(folder, plan) == 3
     folder.slurm.refusals = [INVALID]
     assert folder.carry_on(plan).counts == {"COMPLETED": 3, "REFUSED": 3, "EXCLUDED": 2}
-    assert top_up(folder.store, plan, **backends) == 3
+    assert topped_up(folder, plan) == 3
     folder.slurm.ends = [JobState.FAILED]
     assert folder.carry_on(plan).counts == {"COMPLETED": 5, "FAILED": 1, "EXCLUDED": 2}
-    assert top_up(folder.store, plan, **backends) == 1
+    assert topped_up(folder, plan) == 1
     assert folder.carry_on(plan).counts == {"COMPLETED": 6, "EXCLUDED": 2}
-    assert top_up(folder.store, plan, **backends) == 0
+    assert topped_up(folder, plan) == 0
     assert states(folder, plan) == first | {"COMPLETED": 6, "FAILED": 2, "REFUSED": 3}
 
 
 def test_a_cancelled_sweep_is_topped_up(folder: SweepFolder) -> None:
     """Its cancelled points, and those that never started."""
     plan = folder.plan(budget={"parallel": 2}, **TWO_SHAPES)
-    backends = {"backends": lambda _name, _host: folder.slurm}
     folder.controller(plan).tick()
-    cancel(folder.store, plan, **backends)
+    cancel(folder.store, plan, backends=lambda _name, _host: folder.slurm)
     folder.slurm.clock.sleep(60)
     folder.carry_on(plan)
-    assert top_up(folder.store, plan, **backends) == 8
+    assert topped_up(folder, plan) == 8
     assert folder.carry_on(plan).counts == {"COMPLETED": 8}
 
 
