@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 TWO_SHAPES = {"axes": {"--lr": [0.1, 0.2], "resources.cpus_per_rank": [1, 2]}}
 TWO_TWICE = {"axes": {"--lr": [0.1], "resources.cpus_per_rank": [1, 2]}}
-FOUR = {"axes": {"--lr": [0.1, 0.2, 0.3, 0.4]}, "repeats": 1}
-TWENTY = {"axes": {"--lr": [index / 100 for index in range(20)]}, "repeats": 1}
+FOUR: dict[str, Any] = {"axes": {"--lr": [0.1, 0.2, 0.3, 0.4]}, "repeats": 1}
+TWENTY: dict[str, Any] = {"axes": {"--lr": [index / 100 for index in range(20)]}, "repeats": 1}
 ENDS = [JobState[end] for end in "FAILED TIMEOUT FAILED PREEMPTED FAILED".split()]
 INVALID = "Batch job submission failed: Invalid qos"
 WALL = "QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"
