@@ -5,6 +5,7 @@ The sentences follow the rules of docs/sweeps.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.diagnosis.templates import number, percent
@@ -15,7 +16,8 @@ from hpml_orchestrator.sweeps import selection
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.power import sensitivity
 from hpml_orchestrator.sweeps.quality import runs_text
-from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
+from hpml_orchestrator.sweeps.ranking import EQUIVALENT
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Speedup
 from hpml_orchestrator.sweeps.wording import (
     CONSTANT,
     UNFINISHED,
@@ -28,8 +30,8 @@ from hpml_orchestrator.sweeps.wording import (
     scale_text,
 )
 
-_UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
+_MOST_SCALES = 5  # in one sentence
 _SMALL_SHARE = 0.02
 _WIDE = 0.5  # an interval of a serial fraction that says nothing
 _CAUSES = {
@@ -93,16 +95,11 @@ def _be(setting: Setting) -> str:
     return "is" if setting.scale == 1 else "are"
 
 
-def _be_all(settings: Sequence[Setting]) -> str:
-    """Return the labels of settings with their verb, as `2 nodes and 4 nodes are`."""
-    labels = [one.label for one in settings]
-    listed = " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
-    return f"{listed} {'are' if len(labels) > 1 else _be(settings[0])}"
-
-
 def _scaling(report: SweepFacts, best: Setting) -> Iterable[str]:
-    others = [one for one in report.ranked if one is not best]
-    equal = [one.label for one in others if one.distinguishable is False]
+    others = sorted(
+        (one for one in report.ranked if one is not best),
+        key=lambda one: (one.series != best.series, one.scale or 0),  # the baseline comes first
+    )
     seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
     speedup, verb = best.speedup, _be(best)
     baseline = ", ".join(filter(None, (scale_text(report.baseline, report.unit), best.series)))
@@ -117,53 +114,115 @@ def _scaling(report: SweepFacts, best: Setting) -> Iterable[str]:
         yield f"No speedups are given: {report.mixed or (missing if others else alone)}."
         yield f"{best.label} took {seconds}."
         return
-    if best.scale == report.baseline:
-        yield from _no_gain(report, best, others)
+    base = next(one for one in report.series[best.series] if one.scale == report.baseline)
+    gains = [one for one in report.series[best.series] if one.against_baseline == "faster"]
+    if best is base or (best.against_baseline == "undecided" and not gains):
+        yield from _no_gain(report, base)
     else:
+        open_ones = [one for one in others if one.against_best == "undecided"]
         verb = verb if speedup.interval else "seems to be" if best.scale == 1 else "seem to be"
-        what = f"{'among the fastest' if equal else 'the fastest'} of {len(others) + 1} "
+        what = f"the fastest of {len(others) + 1} "
         what += "comparable " if any(one.doubt for one in report.settings) else ""
         what += "settings" if best.series else "scales"
-        faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
-        listed = f"; not distinguishable from {first_few(equal, _MOST_NAMES)}" if equal else ""
-        differs = f"; but {best.unequal}" if best.unequal else ""
+        what += " by the medians" if open_ones else ""
         yield (
-            f"{best.label} {verb} {what}: {estimate_text(speedup)} {faster} {baseline} at an "
-            f"efficiency of {estimate_text(speedup.efficiency, 100)} % ({_runs(best)})"
-            f"{listed}{differs}{'' if speedup.interval else _UNSURE}."
+            f"{best.label} {verb} {what}: {estimate_text(speedup)} {_times(report)} {baseline} "
+            f"at an efficiency of {estimate_text(speedup.efficiency, 100)} % "
+            f"({_runs(best)}{_quotient(best)})"
+            f"{_undecided(open_ones)}{_unknown(report, others)}"
+            f"{f'; but {best.unequal}' if best.unequal else ''}."
         )
+        if gains and best.against_baseline == "undecided":
+            listed = [f"{one.label} ({estimate_text(one.speedup)})" for one in gains]
+            yield f"Shown to be faster than {baseline}: {first_few(listed, _MOST_SCALES)}."
+        yield from _recommended(report, best)
         yield from _limit(best, baseline)
     yield _accuracies(report, best)
 
 
-def _no_gain(report: SweepFacts, best: Setting, others: Sequence[Setting]) -> Iterable[str]:
+def _times(report: SweepFacts) -> str:
+    return "times as fast as" if report.mode == "strong" else "times the throughput of"
+
+
+def _quotient(setting: Setting) -> str:
+    ratio = setting.medians_speedup
+    return f"; the quotient of the two medians is {number(ratio)}" if ratio else ""
+
+
+def _recommended(report: SweepFacts, best: Setting) -> Iterable[str]:
+    """Say which smaller scale is shown to be nearly as fast as the best, if one is."""
+    if report.recommended not in {None, report.best}:
+        smaller = report.settings[report.recommended or 0]
+        yield (
+            f"Recommended: {smaller.label}, the smallest scale shown to be within "
+            f"{number(100 * EQUIVALENT)} % of the fastest ({estimate_text(smaller.from_best)} "
+            f"{_times(report)} {best.label})."
+        )
+
+
+def _undecided(settings: Sequence[Setting]) -> str:
+    """Return which settings the best is not shown to differ from, as part of a sentence."""
+    if not settings:
+        return ""
+    listed = first_few([one.label for one in settings], _MOST_SCALES)
+    return f"; undecided against {listed}, as {_blind([one.from_best for one in settings])}"
+
+
+def _blind(ratios: Iterable[Speedup | None]) -> str:
+    """Return how large a difference would have to be to show in ratios with these intervals."""
+    ends = [(one.value, one.interval) for one in ratios if one and one.interval]
+    width = max((max(end.high / value, value / end.low) for value, end in ends), default=1.0)
+    return f"differences under {math.ceil(100 * width - 100)} % cannot be seen here"
+
+
+def _unknown(report: SweepFacts, settings: Sequence[Setting]) -> str:
+    """Return which settings have too few runs to be judged, as part of a sentence."""
+    few = [one.label for one in settings if one.against_best == "unknown"]
+    listed = first_few(few, _MOST_SCALES)
+    return f"; not judged against {listed}, as {_too_few(report)}" if few else ""
+
+
+def _too_few(report: SweepFacts) -> str:
+    text = f"hpml gives no interval below {MIN_REPEATS} runs"
+    again = any(one.runs < MIN_REPEATS <= one.planned for one in report.settings)
+    return text + (f": `hpml sweep run {report.id} --top-up`" if again else "")
+
+
+def _no_gain(report: SweepFacts, base: Setting) -> Iterable[str]:
     """Return the answer if no scale is faster than the baseline: which ones are slower."""
-    larger = [one for one in others if one.series == best.series and one.speedup]
-    found: dict[str, list[Setting]] = {"same": [], "slower": [], "unsure": []}
-    for one in larger:
-        differ = one.speedup and one.speedup.distinguishable
-        slower = differ and one.speedup and one.speedup.value < 1
-        found["unsure" if differ is None else "slower" if slower else "same"].append(one)
+    kinds = ("faster", "undecided", "slower", "unknown")
+    found: dict[str, list[Setting]] = {kind: [] for kind in kinds}
+    for one in report.series[base.series]:
+        if one.against_baseline in found:
+            found[one.against_baseline].append(one)
     what = "speedup" if report.mode == "strong" else "ratio of the throughputs"
     words = {
-        "same": f"not distinguishable from {best.label}",
-        "slower": f"slower than {best.label}" if report.mode == "strong" else "no improvement",
-        "unsure": f"not known to differ, with fewer than {MIN_REPEATS} runs each",
+        "faster": "faster within the repeats, though not by the medians",
+        "slower": f"slower than {base.label}" if report.mode == "strong" else "no improvement",
+        "unknown": "not known to differ",
     }
-    parts = [
-        f"{_be_all(ones)} {words[kind]} "
-        f"({what} {', '.join(estimate_text(one.speedup) for one in ones)})"
-        for kind, ones in found.items()
-        if ones
-    ]
-    seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
-    if larger and not found["same"] and not found["unsure"]:
-        start = f"{best.label} {_be(best)} the fastest, with {seconds}"
+    why = {
+        "undecided": f", as {_blind([one.speedup for one in found['undecided']])}",
+        "unknown": f", as {_too_few(report)}",
+    }
+    parts = []
+    for kind, ones in found.items():
+        if ones:
+            labels = first_few([one.label for one in ones], _MOST_SCALES)
+            are = "is" if len(ones) == ones[0].scale == 1 else "are"
+            ratios = first_few([estimate_text(one.speedup) for one in ones], _MOST_SCALES)
+            text = f"{labels} {are} {words[kind]}" if kind in words else f"undecided for {labels}"
+            parts.append(f"{text} ({what} {ratios}){why.get(kind, '')}")
+    seconds = f"{estimate_text(base.seconds)} s in all ({_runs(base)})"
+    if found["faster"] or (found["slower"] and not found["undecided"] and not found["unknown"]):
+        start = f"{base.label} {_be(base)} the fastest, with {seconds}"
     else:
-        start = f"No scale is shown to be faster than {best.label}, with {seconds}"
+        start = f"No scale is shown to be faster than {base.label}, with {seconds}"
     yield f"{start}: {'; '.join(parts) or 'no other scale has the same values'}."
+    yield from _recommended(report, report.ranked[0])
+    larger = [one for ones in found.values() for one in ones]
     if larger:
-        yield from _limit(max(larger, key=lambda one: one.scale or 0), best.label)
+        yield from _limit(max(larger, key=lambda one: one.scale or 0), base.label)
 
 
 def _accuracies(report: SweepFacts, best: Setting) -> str:
@@ -226,13 +285,13 @@ def _ranking(report: SweepFacts, best: Setting) -> Iterable[str]:
         f"({_runs(best)})"
     )
     relation = {
-        None: _UNSURE,
-        True: ", distinguishable from it",
-        False: ", not distinguishable from it",
+        "unknown": f"; whether they differ is unknown, as {_too_few(report)}",
+        "undecided": "; whether they differ is undecided",
+        "worse": ", and they differ by more than noise explains",
     }
     for following in report.ranked[1:2]:
         text += f"; next is {following.label} with {exact_text(following.figure)}{unit}"
-        yield f"{text}{relation[following.distinguishable]}."
+        yield f"{text}{relation.get(following.against_best, '')}."
     if len(report.ranked) == 1:
         others = any(one.unranked for one in report.settings)
         yield f"{text}; no other setting {'is ranked' if others else 'is complete'}."

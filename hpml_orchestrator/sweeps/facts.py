@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from hpml_orchestrator.spec.sweep import SEARCHES
 from hpml_orchestrator.sweeps.communication import Communication
@@ -28,6 +28,10 @@ PARTS = tuple(
     "checkpoint, end, not divided".split(", ")
 )
 """The parts of a run's total time, in order; the queue is not among them."""
+
+
+Difference: TypeAlias = Literal["", "unknown", "undecided", "faster", "slower", "worse"]
+"""What a comparison showed: `unknown` with fewer than 6 runs, `undecided` if noise explains it."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,16 @@ class Setting:
     # Whether its quality is shown to be that of the baseline; None: the baseline, or not reported
     keeps_quality: bool | None = None
     speedup: Speedup | None = None  # over the baseline of the same series
+    # The same from the two medians, if it differs from a speedup that compares within repeats
+    medians_speedup: float | None = None
     serial_fraction: Estimate | None = None  # of Karp and Flatt
     # By how many seconds `phases` exceed ideal scaling from the baseline, by `PARTS`
     lost: Mapping[str, float] = field(default_factory=dict)
-    # From the best setting, corrected for how many settings are compared; None: unknown
-    distinguishable: bool | None = None
+    from_best: Speedup | None = None  # how many times as fast as the fastest scale, if comparable
+    # Differences of one family: all together, they call equal settings different in 5 % of sweeps.
+    # Empty for the setting itself, and for one that is not compared
+    against_baseline: Difference = ""
+    against_best: Difference = ""
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,9 @@ class SweepFacts:
     provenance: Mapping[str, Any]  # where the figures come from, by heading
     question: str = ""
     answer: tuple[str, ...] = ()
-    best: int | None = None  # number of the best setting, None if none can be recommended
+    best: int | None = None  # number of the setting with the best median, None if there is none
+    # Of a scaling sweep: number of the smallest scale shown to be within 5 % of the best, or `best`
+    recommended: int | None = None
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
     checks: tuple[Notice, ...] = ()

@@ -113,7 +113,7 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         provenance=_provenance(plan, rows),
         communication=communication([row for row in ordered if _complete(row)]),
     )
-    report = ranking.ranked(report, paired=_in_blocks(plan))
+    report = ranking.ranked(report)
     report = replace(
         report,
         fits=tuple(fits_of(report)),

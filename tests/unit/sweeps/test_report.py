@@ -184,7 +184,8 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
             assert sum(setting["lost"].values()) == pytest.approx(median(totals) - ideal)
     assert report["costs"]["energy_kwh"] == pytest.approx(sum(row.energy_kwh or 0 for row in rows))
     assert report["best"] == report["settings"][-1]["number"]
-    assert [one["distinguishable"] for one in report["settings"]] == [True, True, True, False]
+    assert [one["against_best"] for one in report["settings"]] == ["slower"] * 3 + [""]
+    assert [one["against_baseline"] for one in report["settings"]] == [""] + ["faster"] * 3
     assert report["notices"] == []
 
 
@@ -217,7 +218,7 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
             "needs the same global batch, but runs had 256, 512",
         ),
         (lambda: scaling(repeats=5), "8 nodes seem to be the fastest of 4 scales"),
-        (lambda: scaling(repeats=5), "no 95 % CI); fewer than 6 runs each cannot tell them apart."),
+        (lambda: scaling(repeats=5), "4 nodes, as hpml gives no interval below 6 runs."),
         (lambda: strong(AT_8, oversubscribed=True), "4 nodes are the fastest of 3 scales: 3.1"),
         (lambda: scaling(change=crowded), "only 1 node is complete without more ranks than CPU"),
         (lambda: strong(oversubscribed=True), "give no answer: all had more ranks than CPU cores."),
@@ -225,8 +226,8 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
             lambda: scaling(change=a_minute_of_staging),
             "against ideal scaling from 1 node: staging",
         ),
-        (lambda: scaling(change=as_fast_as_4), "4 nodes are among the fastest of 4 scales: 3"),
-        (lambda: scaling(change=as_fast_as_4), "not distinguishable from 8 nodes."),
+        (lambda: scaling(change=as_fast_as_4), "nodes are the fastest of 4 scales by the medians"),
+        (lambda: scaling(change=as_fast_as_4), "nodes, as differences under "),
         # speedups that compare something else are withheld, with the reason
         (lambda: strong(AT_8, accuracy=0.1), "4 nodes are the fastest of 3 comparable scales: 3.1"),
         (
@@ -323,7 +324,7 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         ),
         (
             lambda: seconds_at_2(50, 150, 40, 101, 30, 99),
-            "are not distinguishable from 1 node (speedup 1.41 [0.663, 3.37])",
+            "undecided for 2 nodes (speedup 1.41 [0.663, 3.37]), as differences under 140 % cannot",
         ),
         (
             lambda: seconds_at_2(199, 200, 201, 199, 200, 201),
@@ -340,14 +341,14 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         ),
         (
             lambda: seconds_at_2(99, 150, repeats=2),
-            "not known to differ, with fewer than 6 runs each (speedup 0.797)",
+            "2 nodes are not known to differ (speedup 0.797), as hpml gives no interval below 6",
         ),
         (lambda: grid({"--lr": [0.1]}, repeats=1), "no other setting is complete"),
-        (lambda: grid({"--lr": [0.1, 0.09]}), "not distinguishable from it"),
-        (lambda: grid({"--lr": [0.1, 0.5]}), ", distinguishable from it"),
+        (lambda: grid({"--lr": [0.1, 0.09]}), "; whether they differ is undecided."),
+        (lambda: grid({"--lr": [0.1, 0.5]}), ", and they differ by more than noise explains"),
         (lambda: below_zero(grid({"--lr": [0.1, 0.5]})), "lr=0.1 with -0.95"),
-        (lambda: below_zero(grid({"--lr": [0.1, 0.5]})), ", distinguishable from it"),
-        (search, "fewer than 6 runs each cannot tell them apart"),
+        (lambda: below_zero(grid({"--lr": [0.1, 0.5]})), ", and they differ by more than noise"),
+        (search, "; whether they differ is unknown, as hpml gives no interval below 6 runs."),
         (search, "went into 20 attempts: 16 completed, 3 pruned, 1 out of memory."),
         (lambda: loss_of(search()), "The complete runs give no answer: none has a figure."),
         (
@@ -430,8 +431,8 @@ def test_of_many_equal_settings_none_is_called_different() -> None:
         plan, rows = grid({"--x": list(range(20))})
         rows = [replace(row, accuracy=0.9 + 0.01 * noise.random()) for row in rows]
         report = build(plan, rows)
-        different += any(one.distinguishable for one in report.settings)
-        assert report.ranked[0].distinguishable is False
+        different += any(one.against_best == "worse" for one in report.settings)
+        assert report.ranked[0].against_best == ""
     assert different <= 1
 
 
@@ -694,9 +695,9 @@ def test_each_series_has_its_own_baseline() -> None:
         assert settings[0].speedup.value == 1
     assert report.notices == ()
     assert report.settings[report.best or 0] is report.ranked[0]
-    assert "8 nodes, lr=0.2 are among the fastest of 8 settings: 4.69" in report.answer[0]
+    assert "8 nodes, lr=0.2 are the fastest of 8 settings by the medians: 4.69" in report.answer[0]
     assert "as fast as 1 node, lr=0.2 at" in report.answer[0]
-    assert report.answer[0].endswith("not distinguishable from 8 nodes, lr=0.1.")
+    assert "; undecided against 8 nodes, lr=0.1, as differences under 3" in report.answer[0]
 
 
 @pytest.mark.parametrize(
