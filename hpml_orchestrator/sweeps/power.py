@@ -12,7 +12,13 @@ from scipy import stats
 
 from hpml_orchestrator.sweeps.facts import SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
-from hpml_orchestrator.sweeps.statistics import CONFIDENCE, MIN_REPEATS, speedup
+from hpml_orchestrator.sweeps.statistics import (
+    CONFIDENCE,
+    FEWEST_POOLED,
+    MIN_REPEATS,
+    UNEQUAL,
+    speedup,
+)
 
 POWER = 0.8
 ASSUMED_NOISE = 0.05
@@ -24,18 +30,18 @@ _WHOLE_PERCENT = 0.1  # from here on whole numbers, else two digits
 
 
 def smallest_difference(
-    runs: int, noise: float, comparisons: int, *, paired: bool = True
+    runs: int, noise: float, settings: int, *, paired: bool = True
 ) -> float | None:
     """Return the smallest relative difference of two settings that is found with 80 % power.
 
     It is the one that the rule of `statistics.distinguishable` finds in 80 % of simulated sweeps,
     as the first of Holm's steps, whose level is the strictest: the t test of the logs must pass
-    0.05 / `comparisons`, and the 95 % interval of the ratio must exclude 1.
+    0.05 / K (K-1) * 2 of K settings, and the 95 % interval of the ratio must exclude 1.
 
     Args:
         runs: of each of the two.
         noise: relative scatter of a run, without what is common to the runs of a repeat.
-        comparisons: how many pairs of settings are compared.
+        settings: how many there are in the sweep.
         paired: whether runs are compared within each repeat.
 
     Returns:
@@ -43,13 +49,14 @@ def smallest_difference(
     """
     if runs < MIN_REPEATS:
         return None
-    return math.expm1(noise * _needed(runs, comparisons, paired=paired))
+    return math.expm1(noise * _needed(runs, settings, paired=paired))
 
 
 @lru_cache
-def _needed(runs: int, comparisons: int, *, paired: bool) -> float:
+def _needed(runs: int, settings: int, *, paired: bool) -> float:
     """Return the difference of the logs, in units of the noise."""
-    first, second = np.random.default_rng(0).standard_normal((2, _DRAWS, runs))
+    draw = np.random.default_rng(0)
+    first, second = draw.standard_normal((2, _DRAWS, runs))
     # Tests and intervals move with the logs, so each pair of equal samples shows from which
     # difference on the rule would have found it: no search is needed.
     needed = np.array(
@@ -59,6 +66,7 @@ def _needed(runs: int, comparisons: int, *, paired: bool) -> float:
             if (ends := speedup(one, other, paired=paired).interval)
         ]
     )
+    comparisons = settings * (settings - 1) // 2
     if comparisons > 1:  # with one comparison only the interval decides
         test = (
             stats.ttest_rel(first, second, axis=1)
@@ -66,7 +74,15 @@ def _needed(runs: int, comparisons: int, *, paired: bool) -> float:
             else stats.ttest_ind(first, second, axis=1, equal_var=False)
         )
         level = (1 - CONFIDENCE) / comparisons
-        needed = np.maximum(needed, -test.confidence_interval(1 - level).low)
+        least = -test.confidence_interval(1 - level).low
+        if settings >= FEWEST_POOLED:
+            freedom = (settings - 1) * (runs - 1) if paired else settings * (runs - 1)
+            spread = np.sqrt(2 / runs * draw.chisquare(freedom, _DRAWS) / freedom)
+            means = (second - first).mean(axis=1)
+            common = means + stats.t.ppf(1 - level / 2, freedom) * spread
+            # Where the variances are equal, that is how often they are pooled.
+            least = np.where(draw.random(_DRAWS) < UNEQUAL, least, common)
+        needed = np.maximum(needed, least)
     return float(np.quantile(needed, POWER))
 
 
@@ -104,7 +120,7 @@ def plan_line(plan: SweepPlan, earlier: tuple[float, str] | None) -> str:
     from_where = f"noise as in {whose}" if whose else "noise assumed"
     paired = bool(plan.unit) and plan.spec.order == "interleaved" and len(plan.blocks) > 1
     runs, what = min(counts.values()), "scales" if plan.unit else "settings"
-    found = smallest_difference(runs, noise, len(counts) - 1, paired=paired)
+    found = smallest_difference(runs, noise, len(counts), paired=paired)
     if found is None:
         return f"no difference: {_runs(runs)}, and hpml gives intervals from {MIN_REPEATS} runs on"
     return _text(found, what, runs, noise, from_where)
@@ -118,7 +134,7 @@ def sensitivity(report: SweepFacts) -> Iterable[str]:
         return
     runs, what = min(one.runs for one in settings), "scales" if report.scaling else "settings"
     paired = all(len(one.blocks) >= MIN_REPEATS for one in settings)
-    found = smallest_difference(runs, noise, len(settings) - 1, paired=paired)
+    found = smallest_difference(runs, noise, len(settings), paired=paired)
     if found is not None:
         yield f"This sweep finds {_text(found, what, runs, noise, 'noise measured')}."
 

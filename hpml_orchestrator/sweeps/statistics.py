@@ -33,8 +33,8 @@ MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % onl
 _TOO_WIDE = 0.97  # an interval that covers more than this is narrowed by interpolation
 _HALF = 0.5 + 1e-9  # survival is a product of fractions, so it is one half up to rounding
 _SAME = 1e-12  # relative; runs that differ by less are equal
-_FEWEST_POOLED = 4  # with three in blocks, a noisy one does not stand out from the others
-_UNEQUAL = 0.2  # p-value of Bartlett's test below which variances are not pooled
+FEWEST_POOLED = 4  # with three in blocks, a noisy one does not stand out from the others
+UNEQUAL = 0.2  # p-value of Bartlett's test below which variances are not pooled
 _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 
@@ -203,7 +203,7 @@ def pooled_variance(
     Source: Fisher, "Statistical methods for research workers", 1925; Bartlett, "Properties of
     sufficiency and statistical tests", 1937.
     """
-    if len(samples) < _FEWEST_POOLED or min(map(min, samples)) <= 0:
+    if len(samples) < FEWEST_POOLED or min(map(min, samples)) <= 0:
         return None
     logs = [np.log(sample(values, "samples", above=0)) for values in samples]
     rests = [values - values.mean() for values in logs]
@@ -213,7 +213,7 @@ def pooled_variance(
         freedom -= len(rests[0]) - 1
     if min(np.abs(values).max() for values in rests) <= _SAME:
         return None
-    if stats.bartlett(*rests).pvalue < _UNEQUAL:
+    if stats.bartlett(*rests).pvalue < UNEQUAL:
         return None
     return sum(float(values @ values) for values in rests) / freedom, float(freedom)
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.sweeps.power import smallest_difference
 from hpml_orchestrator.sweeps.report import build
-from hpml_orchestrator.sweeps.statistics import distinguishable
+from hpml_orchestrator.sweeps.statistics import distinguishable, pooled_variance
 from tests.unit.sweeps.sweep_rows import grid, scaling
 
 NOISE, SWEEPS = 0.05, 600
@@ -21,22 +21,28 @@ NOISE, SWEEPS = 0.05, 600
 @pytest.mark.parametrize("runs", [6, 10, 20])
 def test_four_of_five_sweeps_find_it(runs: int, settings: int, *, paired: bool) -> None:
     """Simulated with the rule itself, with a common factor per repeat where runs are paired."""
-    difference = smallest_difference(runs, NOISE, settings - 1, paired=paired)
+    difference = smallest_difference(runs, NOISE, settings, paired=paired)
     assert difference is not None
     draw = np.random.default_rng(runs * settings)
     found = 0
     for _ in range(SWEEPS):
-        logs = draw.normal(0, NOISE, (2, runs)) + draw.normal(0, 0.2 * paired, runs)
-        one, other = np.exp(logs[0] + math.log1p(difference)).tolist(), np.exp(logs[1]).tolist()
-        answer = distinguishable([(one, other)], comparisons=settings - 1, paired=paired)
+        logs = draw.normal(0, NOISE, (settings, runs)) + draw.normal(0, 0.2 * paired, runs)
+        logs[0] += math.log1p(difference)
+        samples = np.exp(logs).tolist()
+        answer = distinguishable(
+            [(samples[0], samples[1])],
+            comparisons=settings * (settings - 1) // 2,
+            paired=paired,
+            pooled=pooled_variance(samples, blocks=paired),
+        )
         found += answer == [True]
     assert 0.75 <= found / SWEEPS <= 0.85
 
 
 def test_a_sweep_of_few_runs_finds_nothing() -> None:
     """There is no interval with fewer than six."""
-    assert smallest_difference(5, NOISE, 1) is None
-    assert smallest_difference(6, NOISE, 1) == pytest.approx(0.13, abs=0.01)
+    assert smallest_difference(5, NOISE, 2) is None
+    assert smallest_difference(6, NOISE, 2) == pytest.approx(0.13, abs=0.01)
 
 
 def test_a_report_says_what_the_sweep_finds() -> None:
