@@ -5,7 +5,6 @@ The sentences follow the rules of docs/sweeps.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.diagnosis.templates import number, percent
@@ -14,7 +13,7 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps import selection
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
-from hpml_orchestrator.sweeps.power import sensitivity
+from hpml_orchestrator.sweeps.power import found_by, sensitivity
 from hpml_orchestrator.sweeps.quality import runs_text
 from hpml_orchestrator.sweeps.ranking import EQUIVALENT
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Speedup
@@ -129,7 +128,7 @@ def _scaling(report: SweepFacts, best: Setting) -> Iterable[str]:
             f"{best.label} {verb} {what}: {estimate_text(speedup)} {_times(report)} {baseline} "
             f"at an efficiency of {estimate_text(speedup.efficiency, 100)} % "
             f"({_runs(best)}{_quotient(best)})"
-            f"{_undecided(open_ones)}{_unknown(report, others)}"
+            f"{_undecided(report, open_ones)}{_unknown(report, others)}"
             f"{f'; but {best.unequal}' if best.unequal else ''}."
         )
         if gains and best.against_baseline == "undecided":
@@ -160,19 +159,25 @@ def _recommended(report: SweepFacts, best: Setting) -> Iterable[str]:
         )
 
 
-def _undecided(settings: Sequence[Setting]) -> str:
+def _undecided(report: SweepFacts, settings: Sequence[Setting]) -> str:
     """Return which settings the best is not shown to differ from, as part of a sentence."""
     if not settings:
         return ""
     listed = first_few([one.label for one in settings], _MOST_SCALES)
-    return f"; undecided against {listed}, as {_blind([one.from_best for one in settings])}"
+    return f"; undecided against {listed}, as {_blind(report, [one.from_best for one in settings])}"
 
 
-def _blind(ratios: Iterable[Speedup | None]) -> str:
-    """Return how large a difference would have to be to show in ratios with these intervals."""
+def _blind(report: SweepFacts, ratios: Iterable[Speedup | None]) -> str:
+    """Return which differences the sweep may miss, or ratios with these intervals, if wider."""
     ends = [(one.value, one.interval) for one in ratios if one and one.interval]
-    width = max((max(end.high / value, value / end.low) for value, end in ends), default=1.0)
-    return f"differences under {math.ceil(100 * width - 100)} % cannot be seen here"
+    widths = [max(end.high / value, value / end.low) - 1 for value, end in ends]
+    missed = max([0.0, *widths, *(found for found, _, _ in found_by(report))])
+    what = (
+        f"ratios under {1 + missed:.1f}"
+        if missed > 1
+        else f"differences under {100 * missed:.0f} %"
+    )
+    return f"{what} may be missed here"
 
 
 def _unknown(report: SweepFacts, settings: Sequence[Setting]) -> str:
@@ -202,7 +207,7 @@ def _no_gain(report: SweepFacts, base: Setting) -> Iterable[str]:
         "unknown": "not known to differ",
     }
     why = {
-        "undecided": f", as {_blind([one.speedup for one in found['undecided']])}",
+        "undecided": f", as {_blind(report, [one.speedup for one in found['undecided']])}",
         "unknown": f", as {_too_few(report)}",
     }
     parts = []

@@ -128,15 +128,23 @@ def plan_line(plan: SweepPlan, earlier: tuple[float, str] | None) -> str:
 
 def sensitivity(report: SweepFacts) -> Iterable[str]:
     """Yield what the sweep could find, from the scatter of its own runs."""
+    for found, runs, noise in found_by(report):
+        what = "scales" if report.scaling else "settings"
+        yield f"This sweep finds {_text(found, what, runs, noise, 'noise measured')}."
+
+
+def found_by(report: SweepFacts) -> Iterable[tuple[float, int, float]]:
+    """Yield the smallest difference, from how many runs each, and their noise; or nothing."""
     settings = [one for one in report.ranked if one.runs >= MIN_REPEATS]
     noise = noise_of(report)
-    if len(settings) < 2 or noise is None:  # noqa: PLR2004 - a comparison needs two
+    # A run that missed its target has no time, so its scatter is not that of the others.
+    if len(settings) < 2 or noise is None or report.figure.slowest:  # noqa: PLR2004
         return
-    runs, what = min(one.runs for one in settings), "scales" if report.scaling else "settings"
+    runs = min(one.runs for one in settings)
     paired = all(len(one.blocks) >= MIN_REPEATS for one in settings)
     found = smallest_difference(runs, noise, len(settings), paired=paired)
     if found is not None:
-        yield f"This sweep finds {_text(found, what, runs, noise, 'noise measured')}."
+        yield found, runs, noise
 
 
 def _text(difference: float, what: str, runs: int, noise: float, from_where: str) -> str:

@@ -28,7 +28,8 @@ def estimate_text(
     if estimate is None:
         return "-"
     ends = estimate.interval
-    interval = f" [{text(ends.low * factor)}, {text(ends.high * factor)}]" if ends else ""
+    high = text(ends.high * factor) if ends and math.isfinite(ends.high) else "∞"
+    interval = f" [{text(ends.low * factor)}, {high}]" if ends else ""
     return text(estimate.value * factor) + interval
 
 
