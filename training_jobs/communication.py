@@ -7,7 +7,7 @@
 A small network learns scikit-learn's digits until it reaches the target. All parameters are one
 vector, so that each method in communication_methods.py is a few lines. `bytes_sent` is what a rank
 sends for training, `comm_seconds` the time in which it waits for the others; evaluations are in
-neither of them, nor in `seconds_to_accuracy`.
+neither of them, nor in `seconds_to_accuracy`. The clock stops when nothing is under way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
 from hpml_waits import trace_steps
 
-SAVED = ("steps", "elapsed", "accuracy", "reached", "vector")
+SAVED = ("steps", "elapsed", "accuracy", "reached", "vector", "interface_bytes")
 
 
 def options() -> argparse.Namespace:
@@ -47,9 +47,11 @@ def options() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, otherwise gloo")
-    add("--target-accuracy", type=float, default=0.95)
+    add("--target-accuracy", type=float, default=0.95, help="on the validation part")
     add("--run-on", action="store_true", help="train on when the target is reached")
     add("--eval-every", type=int, default=LOCAL_STEPS, metavar="STEPS")
+    add("--latency-us", type=float, help="of a message, as hpml bench prints; default: measured")
+    add("--bandwidth-gb", type=float, help="GB/s of all-reduce, as hpml bench prints")
     add("--warm-up-steps", type=int, default=5, help="first steps that samples/s leaves out")
     add("--checkpoint", default=os.environ.get("HPML_CHECKPOINT_DIR"), metavar="DIR")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
@@ -67,7 +69,7 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, device: torch.device, wire: Wire) -> None:
         self.options, self.wire = options, wire
-        self.steps, self.elapsed, self.accuracy = 0, 0.0, 0.0
+        self.steps, self.elapsed, self.accuracy, self.interface_bytes = 0, 0.0, 0.0, 0
         self.reached: dict[str, float] = {}  # seconds and steps to the target
         self.checkpoints: Checkpoints | None = None
         torch.manual_seed(options.seed)  # all ranks begin with the same parameters
@@ -107,34 +109,36 @@ class Training:
         self.vector = whole[: len(self.vector)].clone()
         return loss.detach()
 
-    def evaluate(self, images: Tensor, labels: Tensor) -> None:
-        """Measure the accuracy on the test set, of which each rank takes a part."""
+    def drain(self) -> None:
+        """Wait for what is under way, which is applied as late as without this wait."""
+        for _, work in self.memory.queue:
+            self.wire.wait(work)
+
+    def evaluate(self, images: Tensor, labels: Tensor) -> float:
+        """Return the accuracy on images, of which each rank takes a part."""
         vector_to_parameters(self.vector, self.model.parameters())
         mine = slice(self.wire.rank, None, self.wire.ranks)
         with torch.no_grad():
             right = (self.model(images[mine]).argmax(1) == labels[mine]).sum().double()
         if self.wire.ranks > 1:  # not counted: it belongs to no method
             dist.all_reduce(right)
-        self.accuracy = float(right) / len(labels)
-        if not self.reached and self.accuracy >= self.options.target_accuracy:
-            self.reached = {"seconds": self.elapsed, "steps": self.steps}
+        return float(right) / len(labels)
 
     def save(self) -> None:
-        """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
+        """Write a checkpoint; each rank has its own parameters, errors and old gradients.
+
+        It needs `drain` before: an all-reduce under way writes into its tensor.
+        """
         if self.checkpoints is None:
             return
-        # An all-reduce under way writes into its tensor: it must end before that is saved. The
-        # gradients are still applied as late as without the save.
-        for _, work in self.memory.queue:
-            self.wire.wait(work)
         own = {
             "memory": self.memory.tensors,
             "queue": [gradient for gradient, _ in self.memory.queue],
             "mine": self.mine.detach(),
             "optimizer": self.optimizer.state_dict(),
         }
-        figures = {"bytes_sent": self.wire.bytes_sent, "comm_seconds": self.wire.seconds}
-        figures |= {name: getattr(self, name) for name in SAVED}
+        figures = {name: getattr(self, name) for name in SAVED}
+        figures["wire"] = [self.wire.bytes_sent, self.wire.latencies, self.wire.seconds]
         ranks = self.checkpoints.ranks.gather(own)
         self.checkpoints.save({"ranks": ranks, **figures}, step=self.steps)
 
@@ -153,12 +157,11 @@ class Training:
         self.vector = self.vector.to(device)
         if self.options.method != "ps":  # ranks of localsgd differ
             self.vector = self.mine.detach().clone()
-        self.wire.bytes_sent = found.state["bytes_sent"]
-        self.wire.seconds = found.state["comm_seconds"]
+        self.wire.bytes_sent, self.wire.latencies, self.wire.seconds = found.state["wire"]
 
 
 class Data:
-    """scikit-learn's digits: every fifth is for testing."""
+    """scikit-learn's digits: every fifth is for testing, every tenth of the others to validate."""
 
     def __init__(self, options: argparse.Namespace, wire: Wire, device: torch.device) -> None:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second
@@ -166,9 +169,13 @@ class Data:
         digits = load_digits()
         images = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16
         labels = torch.tensor(digits.target, device=device)
-        is_test = torch.arange(len(labels), device=device) % 5 == 0
+        numbers = torch.arange(len(labels), device=device)
+        is_test, self.seed = numbers % 5 == 0, options.seed
+        others = numbers[~is_test]
+        validation, train = others[::10], others[torch.arange(len(others), device=device) % 10 > 0]
         self.test = images[is_test], labels[is_test]
-        self.images, self.labels, self.seed = images[~is_test], labels[~is_test], options.seed
+        self.validation = images[validation], labels[validation]
+        self.images, self.labels = images[train], labels[train]
         self.batch = options.batch_size * wire.ranks
         self.mine = slice(wire.rank, None, wire.ranks)
         self.steps_per_epoch = len(self.labels) // self.batch
@@ -192,16 +199,17 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     total = options.epochs * data.steps_per_epoch
     settings = ("method", "batch_size", "lr", "width", "seed", "epochs")
     job = {**{name: getattr(options, name) for name in settings}, "ranks": wire.ranks}
+    job["samples"] = len(data.labels)
     if options.checkpoint:
         training.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel)
         training.load()
     agreement = StopAgreement()
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=training.steps, total_steps=total)
-    stop = bool(agreement.finish())
+    stop, latency = bool(agreement.finish()), wire.measure_latency(device)
     with trace_steps(options.profile, wire.rank, after=options.warm_up_steps) as tracer:
         while training.steps < total and not stop and (options.run_on or not training.reached):
-            began, waited = time.perf_counter(), wire.seconds
+            began, waited, sent = time.perf_counter(), wire.seconds, wire.interface_bytes()
             with record_function("hpml.step"):
                 with record_function("hpml.data"):
                     batch = data.batch_of(training.steps)
@@ -210,37 +218,45 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                 # for it.
                 synchronize()
             tracer.step()
+            asked = time.perf_counter()
+            stop = bool(agreement.exchange(channel.stop_requested()))
+            wire.seconds += time.perf_counter() - asked  # it comes behind what `stale` still sends
+            is_evaluated = training.steps % options.eval_every == 0 or training.steps == total
+            is_saved = training.steps % options.checkpoint_every == 0
+            if is_evaluated or is_saved or stop:
+                training.drain()  # else `stale` would communicate while no clock runs
             took = time.perf_counter() - began
             training.elapsed += took
+            training.interface_bytes += wire.interface_bytes() - sent
             channel.gauge(loss=loss, comm_method=options.method)
             parts = {"step_seconds": took, "comm_seconds": wire.seconds - waited}
             channel.count(steps=1, samples=len(batch[1]), **parts)
-            if training.steps % options.eval_every == 0 or training.steps == total:
+            if is_evaluated:
                 with channel.timed("evaluation_seconds"):
-                    training.evaluate(*data.test)
+                    training.accuracy = training.evaluate(*data.validation)
                 channel.event("evaluation", accuracy=training.accuracy)
-            stop = bool(agreement.exchange(channel.stop_requested()))
-            if training.steps % options.checkpoint_every == 0:
+                if not training.reached and training.accuracy >= options.target_accuracy:
+                    training.reached = {"seconds": training.elapsed, "steps": training.steps}
+            if is_saved:
                 training.save()
     training.save()
     if stop:
         channel.event("stopping", step=training.steps)
+    mbit = float(os.environ.get("SHAPED_MBIT", "0")) or None
+    speed = mbit * 1e6 / 8 if mbit else (options.bandwidth_gb or 0.0) * 1e9
+    latency = latency if options.latency_us is None else options.latency_us / 1e6
     return {
         "method": options.method,
-        "test_accuracy": training.accuracy,
+        "validation_accuracy": training.accuracy,
+        "test_accuracy": None if stop else training.evaluate(*data.test),
         "target_accuracy": options.target_accuracy,
-        "seconds_to_accuracy": training.reached.get("seconds"),
-        "steps_to_accuracy": training.reached.get("steps"),
-        "bytes_sent": wire.bytes_sent,
-        "comm_seconds": wire.seconds,
-        "train_seconds": training.elapsed,
-        "steps": training.steps,
-        "world_size": wire.ranks,
-        "bandwidth_mbit": float(os.environ.get("SHAPED_MBIT", "0")) or None,
-        "batch_size_per_rank": options.batch_size,
-        "seed": options.seed,
-        "stopped": stop,
-    }
+        **{f"{name}_to_accuracy": training.reached.get(name) for name in ("seconds", "steps")},
+        "bytes_sent": wire.bytes_sent, "interface_bytes": training.interface_bytes or None,
+        "comm_seconds": wire.seconds, "train_seconds": training.elapsed,
+        "predicted_seconds": wire.predict(latency, speed) if speed else None,
+        "steps": training.steps, "world_size": wire.ranks, "bandwidth_mbit": mbit,
+        "batch_size_per_rank": options.batch_size, "seed": options.seed, "stopped": stop,
+    }  # fmt: skip
 
 
 def main() -> None:

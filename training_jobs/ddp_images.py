@@ -167,11 +167,11 @@ def train_epoch(run: Run, end_step: Callable[[], None]) -> bool:
     return stopped or is_stopped(run, at_once=True)
 
 
-def evaluate(run: Run) -> bool:
-    """Measure the accuracy on the test set; return whether the ranks stop before its end."""
+def evaluate(run: Run, part: str = "validation") -> bool:
+    """Measure the accuracy on a part of the data; return whether the ranks stop before its end."""
     began, right, at = time.perf_counter(), 0, run.at
     run.model.eval()
-    for images, labels in run.data.test_batches():
+    for images, labels in run.data.evaluation_batches(part):
         with torch.no_grad(), run.autocast():
             scores = run.network(images.to(run.device, non_blocking=True))
         right += int((scores.argmax(1).cpu() == labels).sum())
@@ -179,15 +179,17 @@ def evaluate(run: Run) -> bool:
             return True
     if is_stopped(run, at_once=True):
         return True
-    at.test_accuracy = sum(run.ranks.gather(right)) / run.data.test_images
-    if at.seconds_to_accuracy is None and at.test_accuracy >= (run.options.target_accuracy or 2):
+    accuracy = sum(run.ranks.gather(right)) / run.data.images[part]
+    setattr(at, f"{part}_accuracy", accuracy)
+    at.evaluation_seconds += (took := time.perf_counter() - began)
+    run.channel.count(evaluation_seconds=took)
+    if part == "test":  # once, at the end: it must not decide how long to train
+        return False
+    if at.seconds_to_accuracy is None and accuracy >= (run.options.target_accuracy or 2):
         at.seconds_to_accuracy = time.perf_counter() - run.started
         say(run.ranks, f"the target was reached after {at.seconds_to_accuracy:.1f} s")
-    took = time.perf_counter() - began
-    at.evaluation_seconds += took
-    run.channel.count(evaluation_seconds=took)
-    run.channel.gauge(accuracy=at.test_accuracy)
-    run.channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs + 1)
+    run.channel.gauge(accuracy=accuracy)
+    run.channel.event("evaluation", accuracy=accuracy, epoch=at.epochs + 1)
     return False
 
 
@@ -238,39 +240,37 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
             if options.stop_at_target and at.seconds_to_accuracy:
                 break
             is_due = (at.epochs + 1) % options.eval_every == 0 or at.epochs + 1 == last
-            stopped = train_epoch(run, tracing.step) or (is_due and evaluate(run))
-            if stopped:
+            if stopped := train_epoch(run, tracing.step) or (is_due and evaluate(run)):
                 break
             at.epochs += 1
             sums = zip(*ranks.gather((float(run.loss_sum), *run.sums.tolist())))  # noqa: B905
             loss, samples, took, waited = map(sum, sums)
-            text = f"test accuracy {at.test_accuracy:.4f}" if is_due else "test accuracy -"
+            text = f"validation accuracy {at.validation_accuracy:.4f}" if is_due else "not measured"
             if samples:  # else the attempt before had trained this epoch, but not evaluated it
                 speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
                 text = f"loss {loss / samples:.4f}, {text}, {speed}"
             say(run.ranks, f"epoch {at.epochs}/{options.epochs}: {text}")
             if at.epochs % options.checkpoint_every == 0:
                 save(run)
+    save(run)
+    stopped = stopped or evaluate(run, "test")
     if stopped:
         say(run.ranks, f"stopping in epoch {at.epochs + 1} at step {at.step}, as asked")
         channel.event("stopping", step=at.step)
-    save(run)
     at.train_seconds = time.perf_counter() - run.started
     rate = size * at.steady_samples / (at.steady_seconds or 1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     result = {
         **vars(at), "samples_per_second": rate or None, "stopped": stopped,
         "world_size": size, "batch_size_per_rank": options.batch_size,
-        "train_images": data.train_images, "test_images": data.test_images, "device": name,
+        **{f"{part}_images": count for part, count in data.images.items()}, "device": name,
         "learning_rate": options.lr * size, "eval_every_epochs": options.eval_every,
         **{name: getattr(options, name) for name in ("model", "seed", "amp", "target_accuracy")},
     }  # fmt: skip
-    if ranks.rank == 0:
-        report(result, channel, options.output)
-    shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
-    speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
-    text = f"{'stopped' if stopped else 'done'}: {at.epochs} epochs in {at.train_seconds:.1f} s"
-    say(run.ranks, f"{text}, test accuracy {shown}, {speed} samples/s, {size} ranks on {name}")
+    report(result, channel, options.output, ranks)
+    text, speed = f"{at.epochs} epochs in {at.train_seconds:.1f} s", f"{rate:.0f}" if rate else "-"
+    text = f"stopped: {text}" if stopped else f"done: {text}, test accuracy {at.test_accuracy:.4f}"
+    say(run.ranks, f"{text}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

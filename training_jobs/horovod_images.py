@@ -54,14 +54,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, data: ImageData, device: torch.device, ranks: Ranks) -> float:
-    """Return the accuracy on the test set."""
+def evaluate(
+    part: str, network: nn.Module, data: ImageData, device: torch.device, ranks: Ranks
+) -> float:
+    """Return the accuracy on the part `validation` or `test` of the data."""
     right = 0
     network.eval()
-    for images, labels in data.test_batches():
+    for images, labels in data.evaluation_batches(part):
         right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
     raise_together(ranks, data.problem)  # a file that cannot be read
-    return sum(ranks.gather(right)) / data.test_images
+    return sum(ranks.gather(right)) / data.images[part]
 
 
 def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:  # noqa: PLR0915
@@ -78,7 +80,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     optimizer, names = make_optimizer(network, options), network.named_parameters()
     optimizer = hvd.DistributedOptimizer(optimizer, names, op=hvd.Average, **how)
     at = SimpleNamespace(epochs=0, step=0, train_seconds=0.0, samples_per_second=None)
-    at.test_accuracy = at.seconds_to_accuracy = None
+    at.validation_accuracy = at.test_accuracy = at.seconds_to_accuracy = None
     checkpoints = checkpoints_of(options, data, channel, ranks)
     if checkpoints and (found := checkpoints.load()):
         network.load_state_dict(found.state["network"])
@@ -116,13 +118,13 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                 stop = agreement.exchange(channel.stop_requested())
             if not (stop := stop or agreement.finish()):
                 with channel.timed("evaluation_seconds"):
-                    at.test_accuracy = evaluate(network, data, device, ranks)
-                at.epochs += 1
-                channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs)
-                if at.test_accuracy >= target and not at.seconds_to_accuracy:
+                    accuracy = evaluate("validation", network, data, device, ranks)
+                at.validation_accuracy, at.epochs = accuracy, at.epochs + 1
+                channel.event("evaluation", accuracy=accuracy, epoch=at.epochs)
+                if accuracy >= target and not at.seconds_to_accuracy:
                     at.seconds_to_accuracy = time.perf_counter() - started
                 total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
-                text = f"test accuracy {at.test_accuracy:.4f}"
+                text = f"validation accuracy {accuracy:.4f}"
                 if samples:  # else the attempt before had trained this epoch
                     at.samples_per_second = rate = size * samples / took
                     text = f"loss {total / samples:.4f}, {text}, {rate:.0f} samples/s"
@@ -133,14 +135,16 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                 checkpoints.save({**state, "position": vars(at)}, step=at.step)
     if stop:
         channel.event("stopping", step=at.step)
+    else:
+        with channel.timed("evaluation_seconds"):
+            at.test_accuracy = evaluate("test", network, data, device, ranks)
     result = {
         **vars(at), **{name: getattr(options, name) for name in SHOWN}, "stopped": bool(stop),
         "world_size": size, "batch_size_per_rank": options.batch_size, "device": device.type,
         "learning_rate": options.lr * size, "controller": "mpi" if hvd.mpi_enabled() else "gloo",
-        "train_images": data.train_images, "test_images": data.test_images,
+        **{f"{part}_images": count for part, count in data.images.items()},
     }  # fmt: skip
-    if rank == 0:
-        report(result, channel, options.output)
+    report(result, channel, options.output, ranks)
     end = "stopped" if stop else "done"
     text = f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s"
     say(ranks, f"{text}, {size} ranks on {device.type}")

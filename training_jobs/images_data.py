@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from hpml_channel import Channel
 from hpml_checkpoint import Checkpoints, Ranks
 
-TEST_PART = 5  # every fifth image of a class is for testing
+TEST_PART = 5  # every fifth image of a class is for testing,
+VALIDATION_PART = 10  # and every tenth of the others for the evaluations during the training
 # A checkpoint with other settings is refused.
 SAME = ["model", "width", "dropout", "epochs", "batch_size", "lr", "lr_warmup_epochs", "seed"]
 
@@ -35,6 +36,7 @@ class Position:
 
     epochs: int = 0
     step: int = 0
+    validation_accuracy: float | None = None
     test_accuracy: float | None = None
     seconds_to_accuracy: float | None = None
     train_seconds: float = 0.0
@@ -56,10 +58,13 @@ def raise_together(ranks: Ranks, problem: str) -> None:
         raise JobError(problems[0])
 
 
-def report(result: Mapping[str, object], channel: Channel, output: Path | None) -> None:
-    """Report the result of a training, and write it to result.json in a directory."""
-    channel.result(**result)
-    if output is not None:
+def report(
+    result: Mapping[str, object], channel: Channel, output: Path | None, ranks: Ranks
+) -> None:
+    """Report the result of a training, and write it to result.json in a directory; on rank 0."""
+    if ranks.rank == 0:
+        channel.result(**result)
+    if ranks.rank == 0 and output is not None:
         (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -97,17 +102,16 @@ class Images(Dataset[tuple[Tensor, int, str]]):
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy()) / 127.5 - 1.0, label, problem
 
 
-def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
-    """Return (path, label) of the images to train with and to test with, and how many classes.
+def find_images(data: Path) -> tuple[dict[str, list[tuple[str, int]]], int]:
+    """Return (path, label) of the images of `train`, `validation` and `test`; and how many classes.
 
-    Which images are for testing depends on their names only: not on the seed, the number of ranks
-    or the place of the data.
+    An image's part depends on its name only: not on the seed, the number of ranks or the place of
+    the data.
 
     Raises:
-        JobError: fewer than two folders have two PNG files.
+        JobError: fewer than two folders have three PNG files.
     """
-    train: list[tuple[str, int]] = []
-    test: list[tuple[str, int]] = []
+    parts: dict[str, list[tuple[str, int]]] = {"train": [], "validation": [], "test": []}
     classes: list[str] = []
     try:
         folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
@@ -116,17 +120,21 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
     for folder in folders:
         names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
         # By a digest of its name an image stays for testing wherever the data lie, and neighbouring
-        # names, which are often alike, are spread over both sets.
+        # names, which are often alike, are spread over the parts.
         digests = [hashlib.sha256(os.fsencode(f"{folder.name}/{name}")).digest() for name in names]
         files = [(str(folder / name), len(classes)) for _, name in sorted(zip(digests, names))]  # noqa: B905 - Python 3.9
-        if len(files) > 1:  # one to train with and one to test with
+        if len(files) >= len(parts):
             tested = max(1, len(files) // TEST_PART)
-            test, train = test + files[:tested], train + files[tested:]
+            end = tested + max(1, (len(files) - tested) // VALIDATION_PART)
+            parts["test"] += files[:tested]
+            parts["validation"] += files[tested:end]
+            parts["train"] += files[end:]
             classes.append(folder.name)
     if len(classes) <= 1:
         found = f"only {classes[0]}" if classes else "no such folder"
-        raise JobError(f"--data {data}: needs two folders with PNG files (CLASS/NAME.png): {found}")
-    return sorted(train), sorted(test), len(classes)
+        needed = "two folders with three PNG files or more (CLASS/NAME.png)"
+        raise JobError(f"--data {data}: needs {needed}: {found}")
+    return {part: sorted(files) for part, files in parts.items()}, len(classes)
 
 
 class ImageData:
@@ -139,7 +147,7 @@ class ImageData:
 
     Attributes:
         problem: what is wrong with an image that was read, if anything.
-        train_images, test_images: of all ranks.
+        images: of all ranks, by part: `train`, `validation` and `test`.
         classes, channels: of the model.
         shape: of an image: channels, height, width.
         train_steps: of an epoch.
@@ -151,7 +159,9 @@ class ImageData:
     def __init__(self, options: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._seed, self._batch_size = ranks, options.seed, options.batch_size
         self._order: list[int] = []
-        self.problem = ""
+        self._evaluated: list[int] = []
+        self._mine: dict[str, range] = {}  # this rank's images to validate or to test with
+        self.problem, self.images = "", dict[str, int]()
         load = partial(
             DataLoader,
             batch_size=options.batch_size,
@@ -164,45 +174,49 @@ class ImageData:
             generator=torch.Generator().manual_seed(options.seed),
         )
         try:
-            train, test, self.classes = find_images(options.data)
-            self.train_images, self.test_images = len(train), len(test)
-            if len(train) < ranks.world_size:
-                few = f"{len(train)} images for {ranks.world_size} ranks"
+            parts, self.classes = find_images(options.data)
+            self.images = {part: len(files) for part, files in parts.items()}
+            files = parts["train"]
+            if len(files) < ranks.world_size:
+                few = f"{len(files)} images for {ranks.world_size} ranks"
                 raise JobError(f"--data {options.data}: {few}")
-            # In each batch of a test the ranks meet (see `is_stopped` in ddp_images.py): a rank
-            # with a batch less would leave the others waiting.
-            padding = [(train[0][0], -1)] * (-len(test) % ranks.world_size)
-            images = Images([*train, *test, *padding])
+            for part in ("validation", "test"):
+                # In each batch of an evaluation the ranks meet (see `is_stopped` in ddp_images.py):
+                # a rank with a batch less would leave the others waiting.
+                padding = [(files[0][0], -1)] * (-self.images[part] % ranks.world_size)
+                first, files = len(files), [*files, *parts[part], *padding]
+                self._mine[part] = range(first + ranks.rank, len(files), ranks.world_size)
+            images = Images(files)
             self.channels = len(images.mode)
             self.shape = self.channels, *images.size[::-1]
-            first = len(train) + ranks.rank
             self._train = load(images, sampler=self._order)
-            self._test = load(images, sampler=range(first, len(images), ranks.world_size))
+            self._evaluation = load(images, sampler=self._evaluated)
             # Workers start before the first collective: after it, gloo's threads create Python
             # thread states, and up to Python 3.11 a fork in that moment leaves a worker that hangs.
-            for loader in (self._train, self._test) if options.workers else ():
+            for loader in (self._train, self._evaluation) if options.workers else ():
                 iter(loader)
             for directory in filter(None, (options.output, getattr(options, "profile", None))):
                 directory.mkdir(parents=True, exist_ok=True)
         except (JobError, OSError) as error:
             self.problem = str(error)
         raise_together(ranks, self.problem)
-        self.train_steps = -(-(len(train) // ranks.world_size) // options.batch_size)
+        self.train_steps = -(-(self.images["train"] // ranks.world_size) // options.batch_size)
 
     def train_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return images and labels from a step, counted over all epochs, to its epoch's end."""
         epoch, done = divmod(step, self.train_steps)
-        order = order_of(epoch, self.train_images, self._seed, self._ranks)
+        order = order_of(epoch, self.images["train"], self._seed, self._ranks)
         # In place: this list is the loader's sampler, whose workers stay from epoch to epoch.
         self._order[:] = order[done * self._batch_size :]
         return self._batches(self._train)
 
-    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return images and labels of the test set: equally many batches on all ranks.
+    def evaluation_batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return images and labels of `validation` or `test`: equally many batches on all ranks.
 
         For that some ranks have an image more, with a label of no class: -1.
         """
-        return self._batches(self._test)
+        self._evaluated[:] = self._mine[part]
+        return self._batches(self._evaluation)
 
     def _batches(
         self, loader: DataLoader[tuple[Tensor, int, str]]
@@ -232,5 +246,5 @@ def checkpoints_of(
         return None
     job = {name: getattr(options, name) for name in SAME}
     # The position in an epoch depends on both: with others images would repeat or be left out.
-    job.update(world_size=ranks.world_size, train_images=data.train_images)
+    job.update(world_size=ranks.world_size, train_images=data.images["train"])
     return Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)

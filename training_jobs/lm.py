@@ -49,7 +49,7 @@ NUMBERS = {  # options that are numbers
 # With others it is another training. The number of ranks, --batch-size and --parallel may change.
 SAME = "steps sequence layers heads width seed lr lr_warmup_steps weight_decay clip".split()
 Position = tuple[int, dict[int, list[float]], float]  # step; by step: seconds, bits; seconds so far
-MOST_TEST_BYTES = 1 << 16  # the test text is the last tenth, but no more: a stop waits for its end
+MOST_BYTES = 1 << 16  # of the text of an evaluation, for whose end a stop waits
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
@@ -83,18 +83,18 @@ def parse(arguments: list[str] | None = None) -> Namespace:
     return options
 
 
-def read_text(data: Path, sequence: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes to train with and those to test with; a single file is mapped, not read."""
+def read_text(data: Path, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bytes to train, validate and test with; a single file is mapped, not read."""
     # In the order of their names. Links are left out: they would repeat a text.
     files = sorted(one for one in data.rglob("*") if one.is_file() and not one.is_symlink())
     sizes = [(str(one), False, one.stat().st_size) for one in files or [data]]
     parts = [torch.from_file(*one, dtype=torch.uint8) for one in sizes if one[2]]
     text = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
-    test = min(len(text) // 10, MOST_TEST_BYTES)
-    if test <= sequence:
-        least = f"the last tenth has to be longer than --sequence {sequence}"
+    part = min(len(text) // 10, MOST_BYTES)
+    if part <= sequence:
+        least = f"a tenth has to be longer than --sequence {sequence}"
         raise ValueError(f"--data {data}: {len(text)} bytes are too few, {least}")
-    return text[:-test], text[-test:]
+    return text[: -2 * part], text[-2 * part : -part], text[-part:]
 
 
 def distribute(gpt: GPT, options: Namespace, device: torch.device, channel: Channel) -> nn.Module:
@@ -154,14 +154,15 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Tensor, options: N
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: Tensor, options: Namespace, ranks: Ranks) -> float:
-    """Return the loss of the test text in bits per byte."""
+    """Return the loss of a text in bits per byte."""
     windows, sums = text.unfold(0, options.sequence + 1, options.sequence), torch.zeros(2)
     model.eval()
     for first in range(0, len(windows), options.batch_size * ranks.world_size):
         # FSDP needs equally many calls on all ranks: what is beyond the end is not counted.
         numbers = first + ranks.rank + torch.arange(options.batch_size) * ranks.world_size
         batch = windows[numbers.clamp(max=len(windows) - 1)].long()
-        bits = model(batch).cpu()[numbers < len(windows)] / math.log(2)
+        with torch.compiler.set_stance("force_eager"):  # else the blocks are compiled once more
+            bits = model(batch).cpu()[numbers < len(windows)] / math.log(2)
         sums += torch.tensor([bits.sum(), len(bits)])
     model.train()
     dist.all_reduce(sums)
@@ -190,10 +191,10 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     ranks, problem, size = Ranks(), "", 0
     try:
-        text, test_text = read_text(options.data, options.sequence)
+        text, validation_text, test_text = read_text(options.data, options.sequence)
         for directory in filter(None, (options.output, options.profile)):
             directory.mkdir(parents=True, exist_ok=True)
-        size = len(text) + len(test_text)
+        size = len(text)
     except (ValueError, OSError, RuntimeError) as error:
         problem = str(error).partition("\n")[0]
     problems, sizes = zip(*ranks.gather((problem, size)))  # noqa: B905 - Python 3.9
@@ -210,7 +211,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     checkpoints, step, evaluations, seconds = None, 0, dict[int, list[float]](), 0.0
     if options.checkpoint is not None:
         job = {name: getattr(options, name) for name in SAME}
-        job.update(tokens_per_step=tokens, text_bytes=size)
+        job.update(tokens_per_step=tokens, train_bytes=size)
         checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
         step, evaluations, seconds = load(checkpoints, model, optimizer)
     start, saved = time.perf_counter() - seconds, step
@@ -231,12 +232,11 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
             is_last = step == options.steps
             is_due = is_last or step % options.eval_every == 0
             if is_due and not stop and step not in evaluations:
-                # Eager: else each block is compiled once more, without gradients.
-                with channel.timed("evaluation_seconds"), torch.compiler.set_stance("force_eager"):
-                    test_loss = evaluate(model, test_text.to(device), options, ranks)
-                evaluations[step] = [time.perf_counter() - start, test_loss]
-                channel.event("evaluation", loss=test_loss)
-                say(f"step {step}: test loss {test_loss:.4f} bits per byte")
+                with channel.timed("evaluation_seconds"):
+                    found = evaluate(model, validation_text.to(device), options, ranks)
+                evaluations[step] = [time.perf_counter() - start, found]
+                channel.event("evaluation", loss=found)
+                say(f"step {step}: validation loss {found:.4f} bits per byte")
             is_due = is_last or stop or step % options.checkpoint_every == 0
             if checkpoints is not None and is_due and step > saved:
                 state = {"evaluations": evaluations, "seconds": time.perf_counter() - start}
@@ -271,25 +271,25 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
                 say(f"step {step}: loss {loss:.4f}, rate {group['lr']:.2e}, {speed}")
             tracing.step()
             stop = agreement.exchange(channel.stop_requested())
+    test_loss = None
     if stop:
         channel.event("stopping", step=step)
+    else:  # once, at the end: the test text must not decide how long to train
+        with channel.timed("evaluation_seconds"):
+            test_loss = evaluate(model, test_text.to(device), options, ranks)
+        say(f"test loss {test_loss:.4f} bits per byte")
     reached = [at for at, loss in evaluations.values() if loss <= (options.target_loss or 0)]
     result = {
-        "parallel": options.parallel,
-        "batch_size_per_rank": options.batch_size,
-        "steps": step,
-        "test_loss": evaluations[max(evaluations)][1] if evaluations else None,
-        "target_loss": options.target_loss,
+        "parallel": options.parallel, "batch_size_per_rank": options.batch_size, "steps": step,
+        "validation_loss": evaluations[max(evaluations)][1] if evaluations else None,
+        "test_loss": test_loss, "target_loss": options.target_loss,
         "seconds_to_loss": min(reached, default=None),
         "train_seconds": time.perf_counter() - start,
         "tokens_per_second": rate or None,
         "samples_per_second": rate / options.sequence or None,
-        "mfu": mfu,
-        "peak": origin,
-        "flops_per_token": flops,
-        "world_size": ranks.world_size,
-        "stopped": bool(stop),
-    }
+        "mfu": mfu, "peak": origin, "flops_per_token": flops,
+        "world_size": ranks.world_size, "stopped": bool(stop),
+    }  # fmt: skip
     if ranks.rank == 0:
         channel.result(**result)
     if ranks.rank == 0 and options.output is not None:

@@ -93,8 +93,8 @@ class Run:
         self.optimizer = torch.optim.SGD(weights, options.lr, 0.9, 0, decay, nesterov=True)
         is_bf16 = options.amp == "bf16"
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
-        # By epoch: seconds, and what `evaluate` returns.
-        self.evaluations: dict[int, tuple[float, float, float, list[list[int]]]] = {}
+        # By epoch: seconds, accuracy and loss on the validation part.
+        self.evaluations: dict[int, tuple[float, float, float]] = {}
         self.started, self.checkpoints = time.perf_counter(), None
         if options.checkpoint is not None:
             job = {name: getattr(options, name) for name in SAME}
@@ -125,13 +125,13 @@ def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float, list[list[int]]]:
-    """Return accuracy and loss on the test trees, and the confusion matrix."""
+def evaluate(run: Run, part: str) -> tuple[float, float, list[list[int]]]:
+    """Return accuracy and loss on the part `validation` or `test`, and the confusion matrix."""
     data, ranks, loss = run.data, run.ranks, torch.zeros(1, dtype=torch.float64)
     classes = len(data.species)
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
-    mine = [part[ranks.rank :: ranks.world_size] for part in data.test]
-    for clouds, targets in zip(*(part.split(64) for part in mine)):  # noqa: B905 - Python 3.9
+    mine = [one[ranks.rank :: ranks.world_size] for one in data.parts[part]]
+    for clouds, targets in zip(*(one.split(64) for one in mine)):  # noqa: B905 - Python 3.9
         with run.autocast():
             groups = data.groups_of(clouds.to(run.device))
             scores = run.network(groups.flatten(0, 1)).float().cpu()
@@ -141,7 +141,7 @@ def evaluate(run: Run) -> tuple[float, float, list[list[int]]]:
         confusion += torch.bincount(pairs, minlength=len(confusion))
     dist.all_reduce(confusion)
     dist.all_reduce(loss)
-    table, total = confusion.view(classes, classes), len(data.test[1])
+    table, total = confusion.view(classes, classes), len(data.parts[part][1])
     return int(table.trace()) / total, float(loss) / total, table.tolist()
 
 
@@ -171,7 +171,8 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
     data, ranks, steps = run.data, run.ranks, options.epochs * run.data.steps_per_epoch
     step = saved = load(run)
     steady, samples, seconds, rate = step + options.warm_up_steps, 0, 0.0, None
-    trees = f"{len(data.targets)} trees to train with, {len(data.test[1])} to test"
+    validated, tested = (len(data.parts[part][1]) for part in ("validation", "test"))
+    trees = f"{len(data.targets)} trees to train with, {validated} to validate, {tested} to test"
     run.say(f"{options.model}, {ranks.world_size} ranks, {trees}, {step} of {steps} steps are done")
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=steps)
@@ -206,12 +207,11 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
             stop = agreement.exchange(channel.stop_requested())
             if step == steps or (place == 0 and epoch % options.eval_every == 0):
                 with channel.timed("evaluation_seconds"):
-                    accuracy, test_loss, table = evaluate(run)
-                at = time.perf_counter() - run.started
-                run.evaluations[epoch] = at, accuracy, test_loss, table
+                    accuracy, mean, _ = evaluate(run, "validation")
+                run.evaluations[epoch] = time.perf_counter() - run.started, accuracy, mean
                 channel.gauge(accuracy=accuracy)
                 channel.event("evaluation", accuracy=accuracy, epoch=epoch)
-                run.say(f"epoch {epoch}: test accuracy {accuracy:.4f}, loss {test_loss:.4f}")
+                run.say(f"epoch {epoch}: validation accuracy {accuracy:.4f}, loss {mean:.4f}")
             if step % options.checkpoint_every == 0:
                 save(run, saved := step)
     if step > saved:
@@ -223,31 +223,32 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
 
 def report(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
     """Print, write and send the final figures."""
-    options, total, evaluated = run.options, time.perf_counter() - run.started, run.evaluations
-    target = options.target_accuracy
-    reached = [at for at, one, *_ in evaluated.values() if target and one >= target]
-    _, accuracy, loss, table = evaluated[max(evaluated)] if evaluated else [None] * 4
+    options, evaluated, target = run.options, run.evaluations, run.options.target_accuracy
+    reached = [at for at, one, _ in evaluated.values() if target and one >= target]
+    _, accuracy, loss = evaluated[max(evaluated)] if evaluated else [None] * 3
+    test_accuracy = test_loss = table = None
+    if not stopped:  # once, at the end: the test trees must not decide how long to train
+        with run.channel.timed("evaluation_seconds"):
+            test_accuracy, test_loss, table = evaluate(run, "test")
+        run.say(f"test accuracy {test_accuracy:.4f}, loss {test_loss:.4f}")
+    total = time.perf_counter() - run.started
     result = {
-        "model": options.model,
-        "test_accuracy": accuracy,
-        "test_loss": loss,
-        "target_accuracy": target,
+        **{name: getattr(options, name) for name in ("model", "amp", "target_accuracy")},
+        "validation_accuracy": accuracy, "validation_loss": loss,
+        "test_accuracy": test_accuracy, "test_loss": test_loss,
         "seconds_to_accuracy": min(reached, default=None),
         "train_seconds": total,
         "samples_per_second": rate,
         "steps": step,
-        "world_size": run.ranks.world_size,
-        "batch_size_per_rank": options.batch_size,
+        "world_size": run.ranks.world_size, "batch_size_per_rank": options.batch_size,
         "parameters": sum(one.numel() for one in run.network.parameters()),
         "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu",
-        "amp": options.amp,
         "stopped": stopped,
-    }
+    }  # fmt: skip
     if run.ranks.rank == 0:
         run.channel.result(**result)
     if run.ranks.rank == 0 and options.output is not None:
-        curve = {epoch: values[:3] for epoch, values in evaluated.items()}
-        more = {"species": run.data.species, "confusion": table, "evaluations": curve}
+        more = {"species": run.data.species, "confusion": table, "evaluations": evaluated}
         aside = options.output / ".result.json.new"
         aside.write_text(json.dumps({**result, **more}, indent=1))
         aside.replace(options.output / "result.json")

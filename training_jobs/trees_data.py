@@ -28,9 +28,12 @@ class Data:
         if options.model != "box":
             clouds = clouds - clouds.mean(1, keepdim=True)
             clouds /= clouds.square().sum(2).mean(1).sqrt().clamp(min=1e-9)[:, None, None]
-        is_test = torch.arange(len(targets)) % 5 == 0
-        self.test = clouds[is_test], targets[is_test]
-        self.clouds, self.targets = clouds[~is_test], targets[~is_test]
+        numbers, self.parts = torch.arange(len(targets)), dict[str, tuple[Tensor, Tensor]]()
+        for part, every in (("test", 5), ("validation", 10)):  # of the trees that are left
+            is_held_out = torch.arange(len(numbers)) % every == 0
+            self.parts[part] = clouds[numbers[is_held_out]], targets[numbers[is_held_out]]
+            numbers = numbers[~is_held_out]
+        self.clouds, self.targets = clouds[numbers], targets[numbers]
         self.batch, self.options, self.ranks = options.batch_size * ranks.world_size, options, ranks
         self.steps_per_epoch = -(-len(self.targets) // self.batch)
         if not self.steps_per_epoch:
@@ -100,7 +103,7 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
     data, problem, size = None, "", 0
     try:
         data = Data(options, ranks)
-        size = len(data.targets) + len(data.test[1])
+        size = len(data.targets)
         for directory in filter(None, (options.output, options.profile)):
             directory.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

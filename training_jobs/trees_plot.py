@@ -22,7 +22,7 @@ class Result(TypedDict):
 
     evaluations: dict[str, tuple[float, float, float]]  # by epoch: seconds, accuracy, loss
     species: list[str]
-    confusion: list[list[int]]
+    confusion: list[list[int]] | None  # of the test; None if the training was stopped
 
 
 def draw(result: Result, file: Path) -> None:
@@ -41,9 +41,11 @@ def draw(result: Result, file: Path) -> None:
     epochs = [int(epoch) for epoch in result["evaluations"]]
     accuracies = [accuracy for _, accuracy, _ in result["evaluations"].values()]
     curve.plot(epochs, accuracies, marker="o")
-    curve.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1.02))
+    curve.set(title="Validation accuracy", xlabel="epoch", ylim=(0, 1.02))
     curve.grid(alpha=0.3)
     species, confusion = result["species"], result["confusion"]
+    if confusion is None:
+        raise ValueError("the training stopped before its test")
     table.imshow(confusion, cmap="Blues")
     table.set(title=f"{sum(map(sum, confusion))} test trees", xlabel="predicted", ylabel="true")
     table.set_xticks(range(len(species)), species, rotation=45)
