@@ -125,12 +125,10 @@ class Training:
         return float(right) / len(labels)
 
     def save(self) -> None:
-        """Write a checkpoint; each rank has its own parameters, errors and old gradients.
-
-        It needs `drain` before: an all-reduce under way writes into its tensor.
-        """
+        """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
         if self.checkpoints is None:
             return
+        # The queue is drained: an all-reduce under way would write into its tensor.
         own = {
             "memory": self.memory.tensors,
             "queue": [gradient for gradient, _ in self.memory.queue],
@@ -169,15 +167,12 @@ class Data:
         digits = load_digits()
         images = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16
         labels = torch.tensor(digits.target, device=device)
-        numbers = torch.arange(len(labels), device=device)
-        is_test, self.seed = numbers % 5 == 0, options.seed
-        others = numbers[~is_test]
-        validation, train = others[::10], others[torch.arange(len(others), device=device) % 10 > 0]
-        self.test = images[is_test], labels[is_test]
-        self.validation = images[validation], labels[validation]
-        self.images, self.labels = images[train], labels[train]
-        self.batch = options.batch_size * wire.ranks
-        self.mine = slice(wire.rank, None, wire.ranks)
+        rest = torch.arange(len(labels), device=device)
+        self.test, rest = (images[::5], labels[::5]), rest[rest % 5 > 0]
+        self.validation = images[rest[::10]], labels[rest[::10]]
+        rest = rest[torch.arange(len(rest), device=device) % 10 > 0]
+        self.images, self.labels, self.seed = images[rest], labels[rest], options.seed
+        self.batch, self.mine = options.batch_size * wire.ranks, slice(wire.rank, None, wire.ranks)
         self.steps_per_epoch = len(self.labels) // self.batch
         if not self.steps_per_epoch:
             reason = f"{self.batch} samples a step, but only {len(self.labels)} in all"
@@ -246,8 +241,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     speed = mbit * 1e6 / 8 if mbit else (options.bandwidth_gb or 0.0) * 1e9
     latency = latency if options.latency_us is None else options.latency_us / 1e6
     return {
-        "method": options.method,
-        "validation_accuracy": training.accuracy,
+        "method": options.method, "validation_accuracy": training.accuracy,
         "test_accuracy": None if stop else training.evaluate(*data.test),
         "target_accuracy": options.target_accuracy,
         **{f"{name}_to_accuracy": training.reached.get(name) for name in ("seconds", "steps")},

@@ -41,6 +41,8 @@ class MethodCost:
     bytes_sent: float  # by one rank until the end of the run, median
     steps: float | None  # to the target, median of the runs that reached it; None without any
     comm_seconds: float  # a rank's wait for the others, median
+    predicted: float | None  # seconds on the wire by a cost model, median; None if not reported
+    interface_bytes: float | None  # that the rank's interface sent, headers included; as above
     seconds: Estimate  # to the target accuracy; runs that missed it are censored
     times: tuple[float, ...]  # seconds to the target of the runs that reached it
     seeds: tuple[float, ...] = ()  # of these runs, in the same order; empty if not reported
@@ -52,7 +54,7 @@ class Crossover:
 
     Attributes:
         mbit: in Mbit/s, interpolated between two measured ones; None if it is outside of the
-            measured range.
+            measured range, or there is 1 run of each.
         interval: 95 %, from 6 runs of each on; an end outside of the measured range is 0 or
             infinite.
         text: the result in words.
@@ -107,7 +109,10 @@ def _cost(
     def values(name: str) -> list[float]:
         return [run[name] for run in runs if name in run]
 
-    times, steps = values("seconds_to_accuracy"), values("steps_to_accuracy")
+    def middle(name: str) -> float | None:
+        return median(found) if (found := values(name)) else None
+
+    times = values("seconds_to_accuracy")
     # A run that missed the target counts as censored at its end. Without it, a method that often
     # fails would look fast.
     missed = [run["train_seconds"] for run in runs if "seconds_to_accuracy" not in run]
@@ -119,8 +124,10 @@ def _cost(
         runs=len(runs),
         reached=len(times),
         bytes_sent=median(values("bytes_sent")),
-        steps=median(steps) if steps else None,
+        steps=middle("steps_to_accuracy"),
         comm_seconds=median(values("comm_seconds")),
+        predicted=middle("predicted_seconds"),
+        interface_bytes=middle("interface_bytes"),
         seconds=time_to_accuracy([*times, *missed], [True] * len(times) + [False] * len(missed)),
         times=tuple(times),
         seeds=tuple(seeds) if len(seeds) == len(times) else (),
@@ -143,6 +150,10 @@ def _crossovers(costs: Sequence[MethodCost]) -> Iterable[Crossover]:
         if len(cells) < 2:  # noqa: PLR2004 - between two bandwidths
             text = "unknown: it needs two bandwidths at which all runs reach the target"
             yield Crossover(method, ranks, None, None, text)
+        elif min(one.runs for cell in cells for one in cell[1:]) == 1:
+            of_all = all(one.runs == 1 for cell in cells for one in cell[1:])
+            text = f"unknown: 1 run of {'each' if of_all else 'some'}"
+            yield Crossover(method, ranks, None, None, text)
         else:
             yield _crossover(method, ranks, cells)
 
@@ -158,8 +169,8 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
     bandwidths = np.array([mbit for mbit, _, _ in cells])
     ratios = np.array([math.log(median(one.times) / median(base.times)) for _, one, base in cells])
     found = float(_crossings(bandwidths, ratios[None, :])[0])
-    interval = None
-    if min(len(one.times) for cell in cells for one in cell[1:]) >= MIN_REPEATS:
+    interval, fewest = None, min(one.runs for cell in cells for one in cell[1:])
+    if fewest >= MIN_REPEATS:
         is_paired = _have_same_seeds([one for cell in cells for one in cell[1:]])
         drawn = _paired_draws(cells) if is_paired else _independent_draws(cells)
         method = "bootstrap, paired by seed" if is_paired else "smoothed bootstrap"
@@ -178,6 +189,8 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
         text, crossing = f"sooner below {found:.3g} Mbit/s", found
     if not all(ratios[:-1] <= ratios[1:]) and len({*np.sign(ratios)}) > 1:
         text += "; the order changes more than once or not steadily, so measure more bandwidths"
+    if fewest < MIN_REPEATS:
+        text = f"not sure, from {fewest} runs of each: {text}"
     return Crossover(method, ranks, crossing, interval, text)
 
 

@@ -72,7 +72,9 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         # a member of a population resumes a checkpoint, so it does not repeat another one
         within = point.number if plan.mode == "pbt" else point.scale or 0
         groups[place, within].append((point, row))
-    named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
+    told = [row for row in rows if row.accuracy is not None]
+    told = [row for row in told if _complete(row)] or told  # others may have had no test yet
+    named = wording.accuracy_text({row.accuracy_name for row in told})
     figure, aim = _figure(plan, rows, named), aim_of(plan, rows)
     judged = qualities(
         plan,

@@ -284,7 +284,8 @@ def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]
         if event.event == "warm-up":
             began = min(event.time, event.time if began is None else began)
         if event.event == "evaluation" and not event.data.get("final"):
-            names = [name for name in (*TEST_ACCURACIES, "accuracy") if name in event.data]
+            known = ("validation_accuracy", *TEST_ACCURACIES, "accuracy")
+            names = [name for name in known if name in event.data]
             data = numbers(dict(event.data))
             # The channel has null for NaN.
             found += [(event.time, data.get(name, math.nan)) for name in names[:1]]

@@ -60,9 +60,9 @@ def test_the_loss_falls_under_torchrun_with_nccl_and_bf16(text: Path, tmp_path: 
     result, printed = run.finish()
     assert "bfloat16" in printed
     assert DEVICE == "cpu" or "NCCL version" in printed
-    assert result["test_loss"] < TARGET_BITS < result["evaluations"]["0"][1]
+    assert result["validation_loss"] < TARGET_BITS < result["evaluations"]["0"][1]
     assert result["tokens_per_second"] > 0
-    figures = ("test_loss", "tokens_per_second", "mfu", "train_seconds")
+    figures = ("validation_loss", "test_loss", "tokens_per_second", "mfu", "train_seconds")
     print_figures("lm, torchrun, nccl, bf16", **{name: result[name] for name in figures})
 
 
@@ -74,9 +74,9 @@ def test_mfu_is_that_of_the_device(text: Path, tmp_path: Path, more: list[object
     script: list[object] = [part for pair in zip(names, size, strict=True) for part in pair]
     script += ["--data", text, "--steps", 60, "--lr", 3e-4, "--amp", "bf16", *more]
     result, _ = Started("lm.py", *script, output=tmp_path).finish()
-    first, last = result["evaluations"]["0"][1], result["test_loss"]
+    first, last = result["evaluations"]["0"][1], result["validation_loss"]
     assert last < first
-    figures = ("tokens_per_second", "mfu", "peak", "flops_per_token", "train_seconds", "test_loss")
+    figures = ("tokens_per_second", "mfu", "peak", "flops_per_token", "train_seconds", "validation_loss")
     print_figures(f"lm, MFU {more}", **{name: result[name] for name in figures})
     if "H100 80GB HBM3" in result["peak"]:
         assert result["peak"] == PEAK_H100

@@ -33,7 +33,7 @@ from tests.unit.training_runs import (
 pytestmark = TRAINS
 TRAIN = JOBS / "horovod_images.py"
 # What loss and accuracy an epoch had, on rank 0's line of it.
-EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
+EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, validation accuracy [\d.]+)")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +90,7 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
         names = [event.event for event in found if event.rank == rank]
         assert {"rendezvous", "preparation", "warm-up", "step", "evaluation"} <= set(names)
         steps = [event.data for event in found if event.rank == rank and event.event == "step"]
-        assert steps[-1]["samples_total"] == 6 * 721
+        assert steps[-1]["samples_total"] == 6 * 651
     assert sum(event.event == "checkpoint" for event in found) == 6
     (final,) = [event for event in found if event.data.get("final")]
     assert final.data["controller"] == "gloo"

@@ -21,7 +21,7 @@ pytestmark = TRAINS
 
 
 def losses(directory: Path) -> dict[str, float]:
-    """Return the loss of the test text, by step."""
+    """Return the loss of the validation text, by step."""
     found: dict[str, Any] = result_of(directory)["evaluations"]
     return {step: loss for step, (_, loss) in found.items()}
 
@@ -123,7 +123,10 @@ def test_the_job_reaches_its_target(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = result_of(tmp_path)
     assert result["world_size"] == 2
-    assert result["test_loss"] <= result["target_loss"] == 4.1
+    assert result["validation_loss"] <= result["target_loss"] == 4.1
+    assert result["validation_loss"] == losses(tmp_path)["200"]
+    assert f"test loss {result['test_loss']:.4f} bits per byte" in done.stdout
+    assert done.stdout.count("test loss") == 1, "the test text is used once"
     assert 0 < result["seconds_to_loss"] <= result["train_seconds"]
 
 

@@ -30,7 +30,7 @@ from tests.unit.training_runs import (
 )
 
 TRAIN = JOBS / "ddp_images.py"
-EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
+EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, validation accuracy [\d.]+)")
 
 pytestmark = TRAINS
 
@@ -82,7 +82,10 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"done: 6 epochs in {result['train_seconds']:.1f} s")
     assert result["test_accuracy"] >= 0.95
-    assert result["test_images"] == 355
+    images = [result[f"{part}_images"] for part in ("train", "validation", "test")]
+    assert images == [1302, 140, 355]
+    assert f", test accuracy {result['test_accuracy']:.4f}, " in last
+    assert done.stdout.count("test accuracy") == 1, "the test set is used once"
     assert result["samples_per_second"] > 0
     assert (result["world_size"], result["epochs"], result["device"]) == (2, 6, "cpu")
     found = list(events.read(file))
@@ -91,9 +94,9 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
         names = [event.event for event in found if event.rank == rank]
         assert {"rendezvous", "preparation", "warm-up", "step", "evaluation"} <= set(names)
         steps = [event.data for event in found if event.rank == rank and event.event == "step"]
-        # Each rank's half of 1442 images, 6 times: nothing of the warm-up is lost either.
-        assert steps[-1]["samples_total"] == 6 * 721
-        assert steps[-1]["steps_total"] == 6 * 23
+        # Each rank's half of 1302 images, 6 times: nothing of the warm-up is lost either.
+        assert steps[-1]["samples_total"] == 6 * 651
+        assert steps[-1]["steps_total"] == 6 * 21
         assert steps[0]["steps_total"] == 20  # the warm-up's, sent as it ended
         parts = {f"{part}_seconds_total" for part in ("wait", "comm", "save", "evaluation")}
         assert all(0 <= steps[-1][part] < steps[-1]["step_seconds_total"] for part in parts)
@@ -102,6 +105,8 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     (final,) = [event for event in found if event.data.get("final")]
     assert final.rank == 0
     assert final.data["test_accuracy"] == result["test_accuracy"]
+    evaluated = [one.data["accuracy"] for one in found if "accuracy" in one.data and one.rank == 0]
+    assert evaluated[-1] == result["validation_accuracy"]
     took = {phase.name: phase.seconds for phase in phases(Timeline(found), queued=found[0].time)}
     in_phases = took["warm-up"] + took["training"]
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"] <= in_phases + 0.05
@@ -147,9 +152,9 @@ def noted_step(run, images, labels):
         file.write(json.dumps([step, read[-len(labels):]]) + "\\n")
     return loss
 
-def noted_evaluate(run):
+def noted_evaluate(run, *part):
     phase[0] = "evaluation"
-    return evaluate(run)
+    return evaluate(run, *part)
 
 def stop_requested(self):
     here = training[0].at.step
@@ -211,7 +216,7 @@ def test_a_training_that_was_interrupted_is_the_same_to_the_bit(
     whole, interrupted = newest(uninterrupted / "c"), newest(checkpoints)
     assert interrupted.step == whole.step == 3 * STEPS
     assert same(whole.state, interrupted.state)
-    figures = ("test_accuracy", "epochs", "stopped", "world_size")
+    figures = ("validation_accuracy", "test_accuracy", "epochs", "stopped", "world_size")
     before, after = (result_of(one) for one in (uninterrupted, tmp_path))
     assert [after[name] for name in figures] == [before[name] for name in figures]
     lost = 0
@@ -330,7 +335,8 @@ def test_a_request_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -
     assert [rank.returncode for rank in done] == [0, 0], done
     assert "stopping in epoch" in done[0].stdout
     assert done[1].stdout == ""
-    assert result_of(tmp_path)["stopped"] is True
+    result = result_of(tmp_path)
+    assert (result["stopped"], result["test_accuracy"]) == (True, None)
     found = [event for n in (0, 1) for event in events.read(tmp_path / f"n{n}.jsonl")]
     stops = {event.rank: event.data["step"] for event in found if event.event == "stopping"}
     (step,) = set(stops.values())
@@ -387,13 +393,22 @@ def test_each_image_is_used_once_in_an_epoch(data: ModuleType) -> None:
 def test_the_split_does_not_depend_on_where_the_data_lie(
     data: ModuleType, few: Path, tmp_path: Path
 ) -> None:
-    """Staged elsewhere, the same images are for testing: a fifth of every class."""
+    """Staged elsewhere, the same images are for testing: a fifth of every class.
+
+    A tenth of the others is for the evaluations during the training.
+    """
     (tmp_path / "elsewhere").symlink_to(few)
     splits = [data.find_images(root) for root in (few, tmp_path / "elsewhere")]
-    names = [[Path(path).name for path, _ in test] for _, test, _ in splits]
+    names = [
+        {part: [Path(path).name for path, _ in files] for part, files in parts.items()}
+        for parts, _ in splits
+    ]
     assert names[0] == names[1]
-    assert [label for _, label in splits[0][1]] == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
-    assert not set(splits[0][0]) & set(splits[0][1])
+    parts, classes = splits[0]
+    assert classes == 4
+    for part, count in (("test", 6), ("validation", 2), ("train", 22)):
+        assert [label for _, label in parts[part]] == sorted([*range(4)] * count), part
+    assert len({path for files in parts.values() for path, _ in files}) == 4 * 30
 
 
 @pytest.mark.parametrize(("folders", "named"), [([], "no such folder"), (["only"], "only only")])

@@ -16,7 +16,7 @@ from tests.unit.training_runs import JOBS, TRAINS, load, result_of, run, run_for
 
 MAKE, TRAIN = JOBS / "make_trees.py", JOBS / "trees.py"
 # 99 trees to train with: the last of 4 steps has 3, so one of four ranks has none in it.
-FEW, STEPS, TESTED = 124, 12, 25
+FEW, STEPS, TESTED = 138, 12, 28
 SMALL: list[object] = ["--epochs", 3, "--width", 8, "--points", 64, "--lr-warmup-steps", 2]
 WITHOUT = """
 import hpml_waits
@@ -89,6 +89,10 @@ def test_the_shape_reveals_the_species_and_the_size_does_not(many: Path, tmp_pat
     result = result_of(tmp_path)
     assert result["test_accuracy"] >= 0.9
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
+    last = max(result["evaluations"], key=int)
+    assert result["evaluations"][last][1] == result["validation_accuracy"]
+    assert "192 to validate, 480 to test" in done.stdout
+    assert done.stdout.count("test accuracy") == 1, "the test trees are used once"
     table = result["confusion"]
     assert [sum(row) for row in table] == [80] * 6
     assert sum(table[n][n] for n in range(6)) / 480 == result["test_accuracy"]
@@ -116,7 +120,7 @@ def test_the_ranks_differ_without_the_all_reduce(trained: dict[str, Any]) -> Non
     """Then each rank has other weights, and rank 0 counts its own test trees only."""
     weights, result = trained["without"]
     assert difference(trained["one"][0], weights) > 1e-3
-    assert sum(map(sum, result["confusion"])) == 13
+    assert sum(map(sum, result["confusion"])) == 14
 
 
 def test_a_stopped_and_resumed_training_is_the_same_to_the_bit(trained: dict[str, Any]) -> None:
@@ -127,7 +131,8 @@ def test_a_stopped_and_resumed_training_is_the_same_to_the_bit(trained: dict[str
     assert f"{stopped[1]} of {STEPS} steps are done" in trained["text"]
     (weights, result), (expected, whole) = trained["parts"], trained["two"]
     assert difference(expected, weights) == 0
-    assert result["test_loss"] == whole["test_loss"]
+    for name in ("validation_loss", "test_loss"):
+        assert result[name] == whole[name]
 
 
 def test_trees_are_seen_from_one_side() -> None:

@@ -238,7 +238,8 @@ def _on_test_set(result: Mapping[str, object], name: str) -> list[str]:
         how = (
             "not reached" if seconds is None else f"reached after {seconds:.2f} s, warm-up included"
         )
-        reached = f"; {figures[f'target_{name}']:g} {how}"
+        where = " on the validation part" if f"validation_{name}" in figures else ""
+        reached = f"; {figures[f'target_{name}']:g}{where} {how}"
     return [f"{figures[f'test_{name}']:.4f} on the test set{reached}"]
 
 

@@ -128,11 +128,13 @@ EVALUATED = [0.5, 0.4, 0.9, 0.85]
         ({"test_accuracy": 0.8, "accuracy": 0.99}, EVALUATED, ("test_accuracy", 0.8)),
         ({"eval_accuracy": 0.7, "train_accuracy": 1.0}, [], ("eval_accuracy", 0.7)),
         ({"accuracy": 0.99}, EVALUATED, ("accuracy of the last evaluation", 0.85)),
+        ({"validation_accuracy": 0.9}, EVALUATED, ("accuracy of the last evaluation", 0.85)),
+        ({"validation_accuracy": 0.9, "test_accuracy": 0.8}, EVALUATED, ("test_accuracy", 0.8)),
         ({"accuracy": 0.99}, [], ("accuracy", 0.99)),
         ({"train_accuracy": 0.99, "target_accuracy": 0.5}, [], ("train_accuracy", 0.99)),
         ({"seconds_to_accuracy": 3.0, "target_accuracy": 0.5}, [], ("", None)),
     ],
-    ids=["test", "Trainer", "evaluation", "any", "training", "none"],
+    ids=["test", "Trainer", "evaluation", "stopped", "validation", "any", "training", "none"],
 )
 def test_only_what_is_called_a_test_is_one(
     folder: SweepFolder, result: dict[str, float], evaluations: list[float], expected: Any

@@ -96,7 +96,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
     result = result_of(tmp_path)
     assert series["hpml_train_ranks", "c", "1"] == result["world_size"] == RANKS
     assert series["hpml_train_samples_total", "c", "1"] == result["train_images"] * epochs
-    assert series["hpml_train_accuracy_ratio", "c", "1"] == result["test_accuracy"]
+    assert series["hpml_train_accuracy_ratio", "c", "1"] == result["validation_accuracy"]
     assert isinstance(series["hpml_train_loss", "c", "1"], float)
     steps = series["hpml_train_steps_total", "c", "1"]
     durations = "hpml_train_step_duration_seconds"
