@@ -14,13 +14,22 @@ from ruamel.yaml import YAML
 
 from hpml_orchestrator.diagnosis.profile import read_profile
 from tests.unit.local_runs import Desk
-from tests.unit.training_runs import JOBS, TRAINS, environment, load, result_of, run_forked
+from tests.unit.training_runs import (
+    JOBS,
+    TRAINS,
+    environment,
+    finish,
+    launch,
+    load,
+    result_of,
+    run_forked,
+)
 
 pytestmark = TRAINS
 
 METHODS = ("allreduce", "fp16", "bf16", "powersgd", "int8", "topk", "localsgd", "stale", "ps")
 KEEPING = ("allreduce", "powersgd", "topk", "localsgd", "stale", "ps")  # each in its own way
-SHORT = ["--epochs=2", "--width=32", "--run-on"]  # 44 steps of two ranks
+SHORT = ["--epochs=2", "--width=32", "--run-on"]  # 40 steps of two ranks
 # On the last rank a stop is requested at a step.
 STOP = """
 steps, step = [], job.Training.step
@@ -48,7 +57,7 @@ def newest(directory: Path) -> Any:
 
 
 def test_every_method_reaches_the_target(tmp_path: Path) -> None:
-    """0.95 on the test set with two ranks; compressed methods send less than allreduce."""
+    """0.95 in validation with two ranks; compressed methods send less than allreduce."""
     traced = f"--profile={tmp_path / 'profile'}"
     runs(
         tmp_path,
@@ -56,7 +65,8 @@ def test_every_method_reaches_the_target(tmp_path: Path) -> None:
     )
     found = {method: result_of(tmp_path / method) for method in METHODS}
     for method, result in found.items():
-        assert result["test_accuracy"] >= 0.95, method
+        assert result["validation_accuracy"] >= 0.95, method
+        assert result["test_accuracy"] >= 0.9, method
         assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"], method
         assert 0 < result["comm_seconds"] < result["train_seconds"], method
         assert result["steps_to_accuracy"] == result["steps"], method
@@ -114,9 +124,9 @@ def test_a_resumed_training_is_the_same_to_the_bit_but_not_a_deaf_one(
     assert printed.count("stopped: {") == len(methods)
     for method in methods:
         whole, part = newest(tmp_path / f"{method}whole"), newest(tmp_path / f"{method}part")
-        assert whole.step == part.step == 44
+        assert whole.step == part.step == 40
         assert (whole.state["vector"] == part.state["vector"]).all(), method
-        assert whole.state["bytes_sent"] == part.state["bytes_sent"], method
+        assert whole.state["wire"][:2] == part.state["wire"][:2], method
         for one, other in zip(whole.state["ranks"], part.state["ranks"], strict=True):
             assert (one["mine"] == other["mine"]).all(), method
             assert same(one["memory"], other["memory"]), method
@@ -140,61 +150,61 @@ def test_wrong_options_are_named(
             job.options()
         assert argument.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
     monkeypatch.setattr("sys.argv", ["communication.py", "--batch-size=5000"])
-    with pytest.raises(job.CheckpointError, match="5000 samples a step, but only 1437 in all"):
+    with pytest.raises(job.CheckpointError, match="5000 samples a step, but only 1293 in all"):
         job.Data(job.options(), job.Wire(), "cpu")
 
 
-MEASURED = f"""
-import sys
+# Each method in turn on shaped links, in forked processes: PyTorch is imported once per rank.
+NINE = f"""
+import os, sys
 sys.path.insert(0, {str(JOBS)!r})
-import communication
-
-def sent():
-    with open("/proc/self/net/dev") as file:
-        (line,) = (line for line in file if "eth0:" in line)
-    return int(line.partition(":")[2].split()[8])
-
-class Wire(communication.Wire):
-    def __init__(self):
-        super().__init__()
-        self.before = sent()
-
-train = communication.train
-
-def measured(options, device, channel):
-    figures = train(options, device, channel)
-    line = "sent %d counted %d" % (sent() - wires[-1].before, figures["bytes_sent"])
-    sys.stdout.write(line + chr(10))  # at once: the ranks share the output
-    return figures
-
-wires = []
-communication.Wire = lambda: wires.append(Wire()) or wires[-1]
-communication.train = measured
-communication.main()
+import communication, sklearn.datasets, torch._dynamo
+for number, method in enumerate(communication.METHODS):
+    if not (pid := os.fork()):
+        os.environ["MASTER_PORT"] = str(29500 + number)
+        sys.argv = ["communication.py", "--method=" + method, "--output=" + sys.argv[1] + method]
+        sys.argv += ["--epochs=1", "--run-on", "--device=cpu"]
+        communication.main()
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("method", ["allreduce", "int8"])
-def test_the_bytes_are_those_of_the_network(method: str, tmp_path: Path) -> None:
-    """What the kernel counted at the ranks' interfaces, headers and agreement included."""
+def test_no_method_is_faster_than_the_wire(tmp_path: Path) -> None:
+    """At 20 Mbit/s; what the kernel counted at the ranks' interfaces is sent, and a bit more.
+
+    What `stale` sends while it computes counts, too: its clock stops when all of it has arrived.
+    """
     if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter"))):
         pytest.skip("NOT TESTED: shaped links need iproute2 and util-linux")
-    (tmp_path / "measured.py").write_text(MEASURED)
-    command = [sys.executable, str(JOBS / "shaped_ranks.py"), "--ranks=2", "--mbit=1000"]
-    command += [
-        str(tmp_path / "measured.py"),
-        f"--method={method}",
-        "--eval-every=1000",
-        "--epochs=4",
-    ]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    (tmp_path / "nine.py").write_text(NINE)
+    command = [sys.executable, JOBS / "shaped_ranks.py", "--ranks=2", "--mbit=20"]
+    done = finish(launch([*command, tmp_path / "nine.py", f"{tmp_path}/"]))
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("sent ")]
-    assert len(lines) == 2
-    for _, sent, _, counted in lines:
-        assert 1 <= float(sent) / float(counted) < 1.15
+    for method in METHODS:
+        result = result_of(tmp_path / method)
+        assert result["bandwidth_mbit"] == 20
+        on_the_wire = 8 * result["bytes_sent"] / 20e6
+        assert result["train_seconds"] >= on_the_wire, method
+        assert result["predicted_seconds"] >= on_the_wire, method
+        # Headers, acknowledgements, and the ranks' agreement on when to stop.
+        assert 1 <= result["interface_bytes"] / result["bytes_sent"] < 1.5, method
+        if method in ("allreduce", "int8", "stale", "ps"):
+            assert result["interface_bytes"] / result["bytes_sent"] < 1.15, method
+
+
+def test_the_prediction_takes_the_figures_of_hpml_bench(tmp_path: Path) -> None:
+    """2 L log2(n) + 2 m G (n - 1) / n for each of the 20 all-reduces, or the halves of ps."""
+    figures = ["--epochs=1", "--run-on", "--latency-us=1000", "--bandwidth-gb=0.001"]
+    methods, nothing = ("allreduce", "ps"), tmp_path / "nothing"
+    wanted = [(2, [*figures, f"--method={m}", f"--output={tmp_path / m}"], "") for m in methods]
+    runs(tmp_path, *wanted, (2, [*figures[:3], f"--output={nothing}"], ""))
+    for method in methods:
+        result = result_of(tmp_path / method)
+        expected = 20 * 2 * 0.001 + result["bytes_sent"] / 1e6
+        assert result["predicted_seconds"] == pytest.approx(expected), method
+    result = result_of(nothing)
+    assert result["predicted_seconds"] is result["interface_bytes"] is None
 
 
 @pytest.mark.slow

@@ -64,8 +64,36 @@ def test_a_crossover_is_found_between_the_bandwidths_around_it() -> None:
     assert 40 < crossover.interval.low < 45 < crossover.interval.high < 50
     assert crossover.text == f"sooner below {crossover.mbit:.3g} Mbit/s"
     assert crossover_text(crossover).startswith(f"{crossover.mbit:.1f} [")
-    few = sweep("allreduce", "topk", mbits=(10, 30, 60, 100))
-    assert found(few).crossovers[0].interval is None
+
+
+@pytest.mark.parametrize(
+    ("noise", "text", "shown"),
+    [
+        ((0,), "unknown: 1 run of each", "-"),
+        ((0, 0), "not sure, from 2 runs of each: sooner below 45.6 Mbit/s", "45.6"),
+        ((0,) * 5, "not sure, from 5 runs of each: sooner below 45.6 Mbit/s", "45.6"),
+        ((0,) * 6, "sooner below 45.6 Mbit/s", "45.6"),
+    ],
+)
+def test_few_runs_decide_nothing(noise: tuple[float, ...], text: str, shown: str) -> None:
+    """From one run of each there is no crossover, from fewer than six no interval."""
+    (crossover,) = found(
+        sweep("allreduce", "topk", noise=noise, mbits=(10, 30, 60, 100))
+    ).crossovers
+    assert crossover.text == text
+    assert crossover_text(crossover) == shown
+    assert (crossover.interval is None) == (len(noise) < 6)
+    one_more = [result("topk", 10, 4.1), *sweep("allreduce", "topk", mbits=(10, 100))]
+    assert found(one_more).crossovers[0].text == "unknown: 1 run of some"
+
+
+def test_what_is_predicted_and_measured_stands_beside_what_is_reported() -> None:
+    """The medians of the runs that report them; a method without them has none."""
+    told = [{"predicted_seconds": 0.1 * n, "interface_bytes": 1.1e6 + n} for n in (1, 2, 3)]
+    rows = [result("stale", 10, 2, **one) for one in told] + sweep("allreduce", mbits=(10,))
+    base, stale = found(rows).costs
+    assert (base.predicted, base.interface_bytes) == (None, None)
+    assert (stale.predicted, stale.interface_bytes) == (pytest.approx(0.2), 1.1e6 + 2)
 
 
 def test_seeds_that_are_hard_for_all_methods_do_not_widen_the_interval() -> None:
@@ -124,12 +152,12 @@ def test_an_uncertain_crossover_has_an_open_interval() -> None:
 
 def test_runs_that_miss_the_target_are_counted_and_cross_nowhere() -> None:
     """A bandwidth with such a run is not used; the table has how many reached it."""
-    rows = sweep("allreduce", "topk", mbits=(10, 30, 100))
+    rows = sweep("allreduce", "topk", noise=(0, 0), mbits=(10, 30, 100))
     rows.append(result("topk", 10, None))
     told = found(rows)
     at = {(one.method, one.mbit): one for one in told.costs}
-    assert (at["topk", 10].reached, at["topk", 10].runs) == (1, 2)
-    assert at["topk", 10].seconds.n == 2
+    assert (at["topk", 10].reached, at["topk", 10].runs) == (2, 3)
+    assert at["topk", 10].seconds.n == 3
     (crossover,) = told.crossovers
     assert crossover.mbit is not None
     assert 30 < crossover.mbit < 100
@@ -141,8 +169,8 @@ def test_runs_that_miss_the_target_are_counted_and_cross_nowhere() -> None:
 
 def test_orders_that_are_not_steady_are_said() -> None:
     """A method that wins at 10 and at 100, but not between, has no single crossover."""
-    rows = sweep("allreduce", mbits=(10, 30, 100))
-    rows += [result("topk", 10, 5), result("topk", 30, 9), result("topk", 100, 1)]
+    rows = sweep("allreduce", noise=(0, 0), mbits=(10, 30, 100))
+    rows += 2 * [result("topk", 10, 5), result("topk", 30, 9), result("topk", 100, 1)]
     (crossover,) = found(rows).crossovers
     assert "measure more bandwidths" in crossover.text
 
@@ -157,9 +185,9 @@ def test_without_shaped_links_there_are_costs_only() -> None:
 
 def test_numbers_of_ranks_are_compared_by_themselves() -> None:
     """Four ranks have their own crossover."""
-    rows = sweep("allreduce", "topk", mbits=(10, 100))
-    rows += [result("topk", mbit, 9, world_size=4) for mbit in (10, 100)]
-    rows += [result("allreduce", mbit, 99 / mbit, world_size=4) for mbit in (10, 100)]
+    rows = sweep("allreduce", "topk", noise=(0, 0), mbits=(10, 100))
+    rows += 2 * [result("topk", mbit, 9, world_size=4) for mbit in (10, 100)]
+    rows += 2 * [result("allreduce", mbit, 99 / mbit, world_size=4) for mbit in (10, 100)]
     crossovers = {one.ranks: one.mbit for one in found(rows).crossovers}
     assert crossovers[2] == pytest.approx(45, rel=0.2)
     assert crossovers[4] == pytest.approx(11, rel=0.01)
