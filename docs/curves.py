@@ -46,7 +46,7 @@ def _losses(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
     if target := results[0]["target_loss"]:
         axis.axhline(target, color="#777777", linestyle="--", label=f"target {target:g}")
     axis.set_xlabel("step")
-    axis.set_ylabel("test loss, bits per byte")
+    axis.set_ylabel("validation loss, bits per byte")
 
 
 def _times(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
