@@ -173,13 +173,13 @@ def _crossover(method: str, ranks: int, cells: Sequence[Cell]) -> Crossover:
     if fewest >= MIN_REPEATS:
         is_paired = _have_same_seeds([one for cell in cells for one in cell[1:]])
         drawn = _paired_draws(cells) if is_paired else _independent_draws(cells)
-        method = "bootstrap, paired by seed" if is_paired else "smoothed bootstrap"
+        how = "bootstrap, paired by seed" if is_paired else "smoothed bootstrap"
         tail = (1 - CONFIDENCE) / 2
         # Crossings may be 0 or infinite. np.quantile would interpolate between two infinities and
         # return NaN, so the ends are taken from the sorted draws.
         crossings = np.sort(_crossings(bandwidths, drawn))
         low, high = (float(crossings[round(part * (_DRAWS - 1))]) for part in (tail, 1 - tail))
-        interval = Interval(low, high, method)
+        interval = Interval(low, high, how)
     least, most = (f"{mbit:g} Mbit/s" for mbit in (bandwidths[0], bandwidths[-1]))
     if math.isinf(found):
         text, crossing = f"sooner at every measured bandwidth, up to {most}", None

@@ -187,10 +187,10 @@ def test_no_method_is_faster_than_the_wire(tmp_path: Path) -> None:
         on_the_wire = 8 * result["bytes_sent"] / 20e6
         assert result["train_seconds"] >= on_the_wire, method
         assert result["predicted_seconds"] >= on_the_wire, method
-        # Headers, acknowledgements, and the ranks' agreement on when to stop.
-        assert 1 <= result["interface_bytes"] / result["bytes_sent"] < 1.5, method
-        if method in ("allreduce", "int8", "stale", "ps"):
-            assert result["interface_bytes"] / result["bytes_sent"] < 1.15, method
+        # Headers, acknowledgements, and the ranks' agreement on when to stop; powersgd and topk
+        # send many small messages.
+        most = 4 if method in ("powersgd", "topk") else 1.15
+        assert 1 <= result["interface_bytes"] / result["bytes_sent"] < most, method
 
 
 def test_the_prediction_takes_the_figures_of_hpml_bench(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_a_crossover_is_found_between_the_bandwidths_around_it() -> None:
     assert crossover.mbit == pytest.approx(45, rel=0.03)
     assert crossover.interval is not None
     assert 40 < crossover.interval.low < 45 < crossover.interval.high < 50
+    assert crossover.method == "topk"
     assert crossover.text == f"sooner below {crossover.mbit:.3g} Mbit/s"
     assert crossover_text(crossover).startswith(f"{crossover.mbit:.1f} [")
 
