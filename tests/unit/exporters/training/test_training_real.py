@@ -24,7 +24,7 @@ from tests.unit.training_runs import JOBS, LIMIT_SECONDS, TRAINS, finish, result
 pytestmark = TRAINS
 
 RANKS = 2
-BATCH = 8
+BATCH = 11
 SLEPT = 0.05  # seconds per image
 # What all others sleep: a training that is over within a second is heard of once, and has no means.
 ALWAYS = 0.002
