@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
 _LOOKED_AT = 20  # sweeps, for their noise
+_UNNAMED = ("steps", "not divided")  # what the time was for, and what is not known
 _SMALL_SHARE = 0.05  # of a run; less is not named
 _PARTS_OF = {
     "waits-for-data": ("data wait",),
@@ -96,7 +97,7 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
         return
     best = facts.settings[facts.best]
     whole = sum(best.phases.values())
-    shares = {name: took / (whole or 1.0) for name, took in best.phases.items() if name != "steps"}
+    shares = {name: took / (whole or 1.0) for name, took in best.phases.items() if name not in _UNNAMED}
     part = max(shares, key=lambda name: shares[name], default="")
     share = shares.get(part, 0.0)
     rows = [one.row for one in facts.attempts if one.setting == best.number]
@@ -106,7 +107,8 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
     if text and (cost >= share or share < _SMALL_SHARE or part in _PARTS_OF.get(kind, ())):
         yield f"What held it back: {text} (hpml report {run})."
     elif share >= _SMALL_SHARE:
-        took = f"What held it back: {part}, {percent(share)} of the total time with {best.label}"
+        name = "launch and rendezvous" if part == "rendezvous" else part
+        took = f"What held it back: {name}, {percent(share)} of the total time with {best.label}"
         yield f"{took} (median run; hpml report {run})."
         if text:
             yield f"In that run also: {text}."

@@ -84,7 +84,7 @@ def test_one_disturbed_run_does_not_recommend_a_slow_scale() -> None:
     assert "; undecided against 2 nodes and 4 nodes, as ratios under 3" in report.answer[0]
     assert "Recommended" not in " ".join(report.answer)
     page = to_markdown(report)
-    assert "fastest scale by the medians" in page
+    assert "scale with the best median, undecided" in page
     assert "not distinguishable" not in page
 
 
