@@ -189,10 +189,9 @@ class Channel:
         with suppress(Exception):  # a value of the user's own type may raise anything
             message = {"v": 1, "type": kind, "event": event, **who, **more}
             text = json.dumps(message, default=lambda one: getattr(one, "item", one.__str__)())
-            if "NaN" in text or "Infinity" in text:
-                # A result without null for NaN: it tells a training that diverged from no figure.
-                constant = str if kind == "result" else lambda _: None
-                text = json.dumps(json.loads(text, parse_constant=constant))
+            if "NaN" in text or "Infinity" in text:  # a result with one tells that it diverged
+                nan = str if kind == "result" else lambda _: None
+                text = json.dumps(json.loads(text, parse_constant=nan))
             if len(text) <= MAX_DATAGRAM_BYTES:
                 self._unsent.append(text.encode("ascii"))
                 if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):
