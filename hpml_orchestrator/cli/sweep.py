@@ -444,9 +444,14 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
             typer.echo(sentence)
         typer.echo(f"report  {path}")
     if progress.failed:
-        runs = [row.run for row in rows if row.run and row.over and row.state not in SUCCESS_STATES]
-        shows = f"`hpml logs {runs[-1]}` shows the output of one, " if runs else ""
-        shows += f"`hpml sweep run {planned.id} --top-up` runs what is missing"
+        lost = [row for row in rows if row.run and row.over and row.state not in SUCCESS_STATES]
+        # A run that was cancelled with the sweep has nothing to show.
+        lost.sort(key=lambda row: row.state == "CANCELLED")
+        shows = f"`hpml logs {lost[0].run}` shows the output of one" if lost else ""
+        if not Table(store, planned).stopped():  # else it is said why, and what to do
+            shows += (
+                f"{', ' * bool(lost)}`hpml sweep run {planned.id} --top-up` runs what is missing"
+            )
         number = counted(progress.failed, "point")
         raise JobFailedError(f"{number} of {progress.total} did not complete", hint=shows)
 

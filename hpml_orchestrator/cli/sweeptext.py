@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.table import SweepProgress
 
 _SHOWN_POINTS = 12
+_MINUTE = 60
 _SHOWN_COMBINATIONS = 24
 
 
@@ -139,7 +140,12 @@ def _cells(rows: Sequence[PointRow]) -> tuple[str, ...]:
     return (
         f"{len(completed)}/{len(rows)}",
         ", ".join(_states(Counter(row.state for row in rows if row.state != "COMPLETED"))) or "-",
-        middle("total_seconds", seconds_text),
+        middle("total_seconds", _duration),
         middle("samples_per_second", "{:.4g}".format),
         middle("accuracy", "{:.4f}".format),
     )
+
+
+def _duration(seconds: float) -> str:
+    """Return a median time; below a minute with three digits, as scales may differ in the last."""
+    return f"{seconds:.3g} s" if seconds < _MINUTE else seconds_text(seconds)

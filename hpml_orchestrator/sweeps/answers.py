@@ -34,6 +34,7 @@ _MOST_SCALES = 5  # in one sentence
 _SMALL_SHARE = 0.02
 _WIDE = 0.5  # an interval of a serial fraction that says nothing
 _CAUSES = {
+    "rendezvous": "launch and rendezvous",
     "steps": "steps (communication, or too little work per rank)",
     "data wait": "waiting for data",
     "end": "the end of the job",
@@ -168,10 +169,10 @@ def _undecided(report: SweepFacts, settings: Sequence[Setting]) -> str:
 
 
 def _blind(report: SweepFacts, ratios: Iterable[Speedup | None]) -> str:
-    """Return which differences the sweep may miss, or ratios with these intervals, if wider."""
+    """Return which differences the sweep may miss; if unknown, those within these intervals."""
     ends = [(one.value, one.interval) for one in ratios if one and one.interval]
     widths = [max(end.high / value, value / end.low) - 1 for value, end in ends]
-    missed = max([0.0, *widths, *(found for found, _, _ in found_by(report))])
+    missed = next((found for found, _, _ in found_by(report)), max([0.0, *widths]))
     what = (
         f"ratios under {1 + missed:.1f}"
         if missed > 1

@@ -31,7 +31,7 @@ class Pair:
     after: Setting | None
     speedup: Speedup | None  # seconds before / seconds after, above 1 if `after` is faster
     # `faster`, `slower`, `not distinguishable`, `unknown` (with too few runs, or if `doubt` gives a
-    # reason against comparing the times), `not known: different days` or `different hours` (the
+    # reason against comparing the times), `not known: different days` or `different times` (the
     # difference may come from when the sweeps ran)
     verdict: str
     doubt: str = ""  # runs timed out, did another amount of work, or are not shown to train as well
@@ -91,7 +91,7 @@ def _apart(before: SweepFacts, after: SweepFacts) -> _Apart | None:
         return None
     days = [clock_text(start).partition(" ")[0] for start in starts]
     if days[0] == days[1]:
-        return _Apart("different hours", f"at different hours of {days[0]}")
+        return _Apart("different times", f"at different times of {days[0]}")
     return _Apart("different days", f"on different days ({days[0]} and {days[1]})")
 
 

@@ -43,6 +43,7 @@ def notices(
     yield from conditions(report)
     yield from _deviations(plan, report)
     yield from _targets(plan, report, aim)
+    yield from _missed(report)
     several = report.scaling and len([one for one in report.settings if one.planned]) > 1
     if several and one_after_other:
         text = (
@@ -117,6 +118,26 @@ def _deviations(plan: SweepPlan, report: SweepFacts) -> Iterable[Notice]:
         listed = first_few([f"{label}: {min(n)}-{max(n)}" for label, n in steps.items()], 4)
         text = f"Runs of the same setting trained different numbers of steps ({listed})."
         yield Notice("Different steps", text)
+
+
+def _missed(report: SweepFacts) -> Iterable[Notice]:
+    """Yield which settings have runs that missed the target, and runs that took part later."""
+    missed = [
+        f"{one.label}: {one.target.reached} of {counted(one.target.seconds.n, 'run')} reached it"
+        for one in report.settings
+        if one.target and one.target.reached < one.target.seconds.n
+    ]
+    if missed and report.scaling:
+        text = "Not all runs reached the target accuracy; speedups compare whole runs all the same."
+        yield Notice("Target missed", text, details=tuple(missed[:_MOST_DETAILS]))
+    later = [one for one in report.attempts if one.row.start and one.row.state == MEASURED]
+    if later and any(one.blocks for one in report.settings):
+        text = (
+            f"{counted(len(later), 'complete run')} started again, later than the others of the "
+            "same repeat, with which times are compared: the program or the cluster may have "
+            "changed in between."
+        )
+        yield Notice("Runs at another time", text)
 
 
 def _targets(plan: SweepPlan, report: SweepFacts, aim: float | None) -> Iterable[Notice]:

@@ -123,7 +123,8 @@ def plan_line(plan: SweepPlan, earlier: tuple[float, str] | None) -> str:
     found = smallest_difference(runs, noise, len(counts), paired=paired)
     if found is None:
         return f"no difference: {_runs(runs)}, and hpml gives intervals from {MIN_REPEATS} runs on"
-    return _text(found, what, runs, noise, from_where)
+    # What a grid is ranked by may be a time or an accuracy, whose scatter cannot be assumed.
+    return _text(found, what, runs, noise, from_where) if plan.unit or earlier else ""
 
 
 def sensitivity(report: SweepFacts) -> Iterable[str]:
@@ -138,7 +139,7 @@ def found_by(report: SweepFacts) -> Iterable[tuple[float, int, float]]:
     settings = [one for one in report.ranked if one.runs >= MIN_REPEATS]
     noise = noise_of(report)
     # A run that missed its target has no time, so its scatter is not that of the others.
-    if len(settings) < 2 or noise is None or report.figure.slowest:  # noqa: PLR2004
+    if len(settings) < 2 or not noise or report.figure.slowest:  # noqa: PLR2004
         return
     runs = min(one.runs for one in settings)
     paired = all(len(one.blocks) >= MIN_REPEATS for one in settings)

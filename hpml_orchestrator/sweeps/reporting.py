@@ -17,7 +17,7 @@ from hpml_orchestrator.sweeps.batches import with_trials
 from hpml_orchestrator.sweeps.facts import MEASURED
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import directory_of, read, sweeps
-from hpml_orchestrator.sweeps.power import noise_of
+from hpml_orchestrator.sweeps.power import noise_of, sensitivity
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
 
@@ -72,7 +72,12 @@ class SweepReport(Page):
 def read_report(store: Store, plan: SweepPlan) -> SweepReport:
     """Return the report of a sweep, with the trials that a search has chosen so far."""
     facts = build(with_trials(store, plan), Table(store, plan).rows())
-    return SweepReport(replace(facts, answer=(*facts.answer, *_held_back(store, facts))))
+    answer, last = facts.answer, tuple(sensitivity(facts))  # which ends the answer
+    if last and answer[-1:] == last:
+        answer = answer[:-1]
+    else:
+        last = ()
+    return SweepReport(replace(facts, answer=(*answer, *_held_back(store, facts), *last)))
 
 
 def earlier_noise(store: Store, planned: SweepPlan) -> tuple[float, str] | None:
@@ -97,7 +102,9 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
         return
     best = facts.settings[facts.best]
     whole = sum(best.phases.values())
-    shares = {name: took / (whole or 1.0) for name, took in best.phases.items() if name not in _UNNAMED}
+    shares = {
+        name: took / (whole or 1.0) for name, took in best.phases.items() if name not in _UNNAMED
+    }
     part = max(shares, key=lambda name: shares[name], default="")
     share = shares.get(part, 0.0)
     rows = [one.row for one in facts.attempts if one.setting == best.number]
@@ -106,7 +113,7 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
     kind, text, cost = _first_finding(store, run)
     if text and (cost >= share or share < _SMALL_SHARE or part in _PARTS_OF.get(kind, ())):
         yield f"What held it back: {text} (hpml report {run})."
-    elif share >= _SMALL_SHARE:
+    elif share >= max(_SMALL_SHARE, best.phases.get("not divided", 0.0) / (whole or 1.0)):
         name = "launch and rendezvous" if part == "rendezvous" else part
         took = f"What held it back: {name}, {percent(share)} of the total time with {best.label}"
         yield f"{took} (median run; hpml report {run})."

@@ -83,6 +83,8 @@ def caveats(report: SweepFacts, best: Setting) -> Iterable[str]:
                 f"{text}: by about {number(excess)} if all {noun} are equally good (runs of one "
                 f"scatter by {number(scatter)}), by less if they differ."
             )
+        elif scatter == 0:
+            yield f"{text}. Its repeats are equal: without a random seed they show no chance."
         else:
             yield f"{text}. Repeat the best with new seeds to know its figure."
     name, tested = _tested(report)

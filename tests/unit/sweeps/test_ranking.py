@@ -81,7 +81,7 @@ def test_one_disturbed_run_does_not_recommend_a_slow_scale() -> None:
     report = build(*scaling(change=cold_cache))
     assert report.best == report.recommended == 3
     assert report.answer[0].startswith("8 nodes are the fastest of 4 scales by the medians: 4.67 [")
-    assert "; undecided against 2 nodes and 4 nodes, as ratios under 3" in report.answer[0]
+    assert "; undecided against 2 nodes and 4 nodes, as differences under 94 %" in report.answer[0]
     assert "Recommended" not in " ".join(report.answer)
     page = to_markdown(report)
     assert "scale with the best median, undecided" in page

@@ -337,7 +337,7 @@ def test_a_day_is_not_taken_for_a_change() -> None:
         (0.9, 60, "faster", "The largest change is at"),
         (0.9, 7 * 86400, "not known: different days", "times as fast; it may come from when the"),
         (0.9, 7 * 86400, "not known: different days", "; in 2 the difference may come from when"),
-        (0.9, 3600, "not known: different hours", "ran at different hours of 2026-09-21, and"),
+        (0.9, 3600, "not known: different times", "ran at different times of 2026-09-21, and"),
         (0.5, 7 * 86400, "faster", "The largest change is at"),
         (2.0, 7 * 86400, "slower", "The largest change is at"),
         (1.0, 7 * 86400, "not distinguishable", "ran on different days"),
