@@ -95,7 +95,7 @@ def test_four_ranks_on_two_nodes_reach_the_accuracy(desk: Desk, patient: Path, h
         "resources.nodes": 2,
         "resources.memory": "4G",
         "environment.python": PYTHON,
-        "args.1": "--epochs=6",
+        "args.1": "--epochs=9",
         "environment.variables.OMPI_MCA_mpi_yield_when_idle": "1",
         "environment.variables.LD_PRELOAD": str(patient),
     }

@@ -82,7 +82,7 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     assert rendered == stored == desk.slurm("scontrol", "write", "batch_script", ran["job_id"], "-")
     ranks = [(rank["rank"], rank["node"]) for rank in desk.json("show", ran["id"])["bindings"]]
     assert ranks == [(0, "node1"), (1, "node1"), (2, "node2"), (3, "node2")]
-    assert "0.95 reached" in desk.hpml("show", "last").stdout
+    assert "0.95 on the validation part reached" in desk.hpml("show", "last").stdout
     assert desk.staged(ran["job_id"]) == []
 
 

@@ -190,7 +190,8 @@ def test_no_method_is_faster_than_the_wire(tmp_path: Path) -> None:
         # Headers, acknowledgements, and the ranks' agreement on when to stop; powersgd and topk
         # send many small messages.
         most = 4 if method in ("powersgd", "topk") else 1.15
-        assert 1 <= result["interface_bytes"] / result["bytes_sent"] < most, method
+        # What still waits in the link's queue at the end of a step is not counted.
+        assert 0.9 <= result["interface_bytes"] / result["bytes_sent"] < most, method
 
 
 def test_the_prediction_takes_the_figures_of_hpml_bench(tmp_path: Path) -> None:
