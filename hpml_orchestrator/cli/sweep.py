@@ -432,7 +432,8 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rows = Table(store, planned).rows()
+    table = Table(store, planned)
+    rows = table.rows()
     shown = _load("sweeps.reporting").read_report(store, planned)
     path = plan.directory_of(store, planned.id) / _REPORT
     write_text(path, shown.html())
@@ -448,7 +449,7 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
         # A run that was cancelled with the sweep has nothing to show.
         lost.sort(key=lambda row: row.state == "CANCELLED")
         shows = f"`hpml logs {lost[0].run}` shows the output of one" if lost else ""
-        if not Table(store, planned).stopped():  # else it is said why, and what to do
+        if not table.stopped():  # else it is said why, and what to do
             shows += (
                 f"{', ' * bool(lost)}`hpml sweep run {planned.id} --top-up` runs what is missing"
             )

@@ -30,6 +30,7 @@ from hpml_orchestrator.sweeps.statistics import (
     Estimate,
     Interval,
     sample,
+    satterthwaite,
 )
 
 Number: TypeAlias = float | Array
@@ -217,8 +218,7 @@ def _fit(
     factor, own = _middle(blocks, blocks.means(rest(shape)), (variance / len(logs), freedom))
     mean_slopes = np.array([blocks.means(slope).mean() for slope in slopes])
     shared = float(mean_slopes @ covariance @ mean_slopes)
-    both = own[0] + shared
-    together = both**2 / (own[0] ** 2 / own[1] + shared**2 / freedom) if both else freedom
+    both, together = satterthwaite(own, (shared, freedom))
     margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, together)) * math.sqrt(both)
     values = [factor, *shape.tolist()]
     lows = [factor * math.exp(-margin), *np.maximum(shape - margins, 0).tolist()]

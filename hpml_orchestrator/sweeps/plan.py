@@ -154,6 +154,17 @@ class SweepPlan:
         """The sweep file."""
         return Sweep.model_validate(self.sweep)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the settings take turns; many different jobs do not (`expand`)."""
+        return self.spec.order != "written" and (len(self.blocks) > 1 or len(self.shapes) <= 1)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether each repeat runs every scale, so that runs are compared within it."""
+        scaling = self.mode in ("strong", "weak")
+        return scaling and self.spec.order == "interleaved" and self.takes_turns
+
     @cached_property
     def shapes_by_values(self) -> Mapping[tuple[object, ...], Shape]:
         """The shapes by the values of `fixed`, whose names are the same in all of them."""
@@ -260,12 +271,17 @@ def read(directory: Path) -> SweepPlan:
         NotFoundError: there is none.
         RecordError: it is damaged.
     """
-    record = read_json(directory / _PLAN)
+    record = read_head(directory)
     try:
         points = [json.loads(line) for line in read_lines(directory / _POINTS)]
         return TypeAdapter(SweepPlan).validate_python({**record, "points": points})
     except ValueError as error:
         raise RecordError(f"{directory / _PLAN} is damaged: {error}") from error
+
+
+def read_head(directory: Path) -> Mapping[str, Any]:
+    """Return a plan as it is recorded, without its points, of which there may be very many."""
+    return dict(read_json(directory / _PLAN))
 
 
 def sweeps(store: Store) -> list[str]:

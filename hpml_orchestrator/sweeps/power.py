@@ -17,6 +17,7 @@ from hpml_orchestrator.sweeps.statistics import (
     FEWEST_POOLED,
     MIN_REPEATS,
     UNEQUAL,
+    scatter,
     speedup,
 )
 
@@ -95,17 +96,14 @@ def noise_of(report: SweepFacts) -> float | None:
     repeats = set.intersection(*(set(one.blocks) for one in settings)) if settings else set()
     paired = len(settings) > 1 and len(repeats) > 1
     groups = [
-        np.array([one.blocks[repeat] for repeat in sorted(repeats)] if paired else figures)
+        [one.blocks[repeat] for repeat in sorted(repeats)] if paired else figures
         for one in settings
         if (figures := one.samples["figure"])
     ]
-    freedom = sum(len(group) - 1 for group in groups) - (len(repeats) - 1 if paired else 0)
-    if freedom < _LEAST_FREEDOM or min(group.min() for group in groups) <= 0:
+    if not groups or min(map(min, groups)) <= 0:
         return None
-    rests = [np.log(group) - np.log(group).mean() for group in groups]
-    if paired:
-        rests = list(np.array(rests) - np.mean(rests, axis=0))
-    return math.sqrt(sum(float(np.sum(rest**2)) for rest in rests) / freedom)
+    noise, freedom = scatter(groups, blocks=paired)
+    return noise if freedom >= _LEAST_FREEDOM else None
 
 
 def plan_line(plan: SweepPlan, earlier: tuple[float, str] | None) -> str:
@@ -118,9 +116,8 @@ def plan_line(plan: SweepPlan, earlier: tuple[float, str] | None) -> str:
         return ""
     noise, whose = earlier or (ASSUMED_NOISE, "")
     from_where = f"noise as in {whose}" if whose else "noise assumed"
-    paired = bool(plan.unit) and plan.spec.order == "interleaved" and len(plan.blocks) > 1
     runs, what = min(counts.values()), "scales" if plan.unit else "settings"
-    found = smallest_difference(runs, noise, len(counts), paired=paired)
+    found = smallest_difference(runs, noise, len(counts), paired=plan.in_blocks)
     if found is None:
         return f"no difference: {_runs(runs)}, and hpml gives intervals from {MIN_REPEATS} runs on"
     # What a grid is ranked by may be a time or an accuracy, whose scatter cannot be assumed.

@@ -17,7 +17,13 @@ from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.facts import MEASURED, Quality
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES, PointRow, lost_figure
-from hpml_orchestrator.sweeps.statistics import CONFIDENCE, MIN_REPEATS, median_estimate
+from hpml_orchestrator.sweeps.statistics import (
+    CONFIDENCE,
+    MIN_REPEATS,
+    mean_variance,
+    median_estimate,
+    satterthwaite,
+)
 from hpml_orchestrator.sweeps.wording import accuracy_text, value_text
 
 _LOSSES = (
@@ -179,10 +185,5 @@ def runs_text(ours: Quality, theirs: Quality) -> str:
 
 def _half_width(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Return half of the 95 % interval of a difference of means, by Welch's t."""
-    parts = [float(values.var(ddof=1)) / len(values) for values in (one, other)]
-    if not sum(parts):
-        return 0.0
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (one, other), strict=True)
-    )
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(sum(parts))
+    variance, freedom = satterthwaite(mean_variance(one), mean_variance(other))
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)

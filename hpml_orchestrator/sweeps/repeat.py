@@ -53,7 +53,9 @@ def make_repeat(
             **planned.sweep,
             "name": f"{planned.name[:_NAME_CHARS]}-repeat",
             "mode": "grid",
-            "axes": {name: _distinct([one[name] for one in chosen]) for name in planned.spec.axes},
+            "axes": {
+                name: [*dict.fromkeys(one[name] for one in chosen)] for name in planned.spec.axes
+            },
             "combinations": chosen,
             "exclude": [],
             "order": "interleaved",
@@ -87,7 +89,3 @@ def _refuse(planned: SweepPlan) -> None:
         hint = "run it again with more --repeats"
     if why:
         raise InputError(why, field="SWEEP", value=planned.id, hint=hint)
-
-
-def _distinct(values: Sequence[object]) -> list[object]:
-    return [value for place, value in enumerate(values) if value not in values[:place]]

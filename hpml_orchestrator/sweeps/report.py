@@ -124,7 +124,7 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
                 plan,
                 report,
                 aim=aim,
-                one_after_other=not _mixed_order(plan) and any(one.planned > 1 for one in settings),
+                one_after_other=not plan.takes_turns and any(one.planned > 1 for one in settings),
             )
         ),
         question=answers.question(report),
@@ -165,16 +165,6 @@ def _starts(row: PointRow) -> Iterable[PointRow]:
         )
     hours = {name: left * getattr(row, name) for name in _HOURS} if row.requeued else {}
     yield replace(row, **hours)
-
-
-def _mixed_order(plan: SweepPlan) -> bool:
-    """Return whether the settings take turns; many different jobs do not (`expand`)."""
-    return plan.spec.order != "written" and (len(plan.blocks) > 1 or len(plan.shapes) <= 1)
-
-
-def _in_blocks(plan: SweepPlan) -> bool:
-    interleaved = plan.spec.order == "interleaved" and _mixed_order(plan)
-    return interleaved and plan.mode in ("strong", "weak")
 
 
 def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> RankedFigure:
@@ -220,11 +210,11 @@ def _setting(
     # A point counts by its last start, but as complete if any of its starts was.
     missing = Counter({**last, **dict.fromkeys((row.point for row in runs), MEASURED)}.values())
     del missing[MEASURED]
-    figures = dict(zip([point.repeat for point, _ in complete], _values(runs, figure), strict=True))
+    figures = _values(runs, figure)
     samples = {
         "total_seconds": _known(row.total_seconds for row in runs),
         "accuracy": _known(row.accuracy for row in runs),
-        "figure": _known(_values(runs, figure)),
+        "figure": _known(figures),
     }
     diverged = Counter(row.diverged for row in runs if row.diverged)
     lost, is_third = doubts.lost(diverged, missing, len(last))
@@ -260,8 +250,12 @@ def _setting(
         figure=estimate,
         unranked=unranked,
         samples=samples,
-        blocks={repeat: value for repeat, value in figures.items() if value is not None}
-        if _in_blocks(plan)
+        blocks={
+            point.repeat: value
+            for (point, _), value in zip(complete, figures, strict=True)
+            if value is not None
+        }
+        if plan.in_blocks
         else {},
         target=target_of(plan, rows, aim),
         ran=_ran(complete or pairs),

@@ -16,7 +16,7 @@ from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
 from hpml_orchestrator.sweeps.facts import MEASURED
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
-from hpml_orchestrator.sweeps.plan import directory_of, read, sweeps
+from hpml_orchestrator.sweeps.plan import directory_of, read, read_head, sweeps
 from hpml_orchestrator.sweeps.power import noise_of, sensitivity
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
@@ -72,21 +72,23 @@ class SweepReport(Page):
 def read_report(store: Store, plan: SweepPlan) -> SweepReport:
     """Return the report of a sweep, with the trials that a search has chosen so far."""
     facts = build(with_trials(store, plan), Table(store, plan).rows())
-    answer, last = facts.answer, tuple(sensitivity(facts))  # which ends the answer
-    if last and answer[-1:] == last:
-        answer = answer[:-1]
-    else:
-        last = ()
-    return SweepReport(replace(facts, answer=(*answer, *_held_back(store, facts), *last)))
+    answer = [*facts.answer]
+    # What the sweep could find ends the answer, if the answer has it.
+    end = len(answer) - (answer[-1:] == [*sensitivity(facts)] != [])
+    answer[end:end] = _held_back(store, facts)
+    return SweepReport(replace(facts, answer=tuple(answer)))
 
 
 def earlier_noise(store: Store, planned: SweepPlan) -> tuple[float, str] | None:
     """Return the noise of the newest sweep of the same job and mode, and its id, if known."""
     for name in sweeps(store)[:_LOOKED_AT]:
         with contextlib.suppress(HpmlError):  # a damaged sweep
-            earlier = read(directory_of(store, name))
-            same = earlier.spec.base == planned.spec.base and earlier.mode == planned.mode
-            if same and not earlier.trial:
+            directory = directory_of(store, name)
+            head = read_head(directory)
+            base = dict(head.get("sweep", {})).get("base")
+            same = (base, head.get("mode")) == (planned.spec.base, planned.mode)
+            if same and not head.get("trial"):
+                earlier = read(directory)
                 noise = noise_of(build(earlier, Table(store, earlier).rows()))
                 if noise is not None:
                     return noise, name

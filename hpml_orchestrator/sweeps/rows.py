@@ -32,6 +32,7 @@ from hpml_orchestrator.runs.request import RecordedJob, recorded_job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
@@ -232,7 +233,7 @@ def row_of(
         requeued=requeued,
         energy_kwh=energy_kwh,
         gpu_active=gpu_active,
-        cpu_contention=_contention(state, summary),
+        cpu_contention=_contention(state, summary, shared.fields),
         data_reused=any(one.reused for one in summary.stages) if summary.stages else None,
         device=str(result.get("device", "")),
         result=result,
@@ -397,8 +398,7 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
     return ""
 
 
-def _contention(state: State, summary: Summary) -> float | None:
-    job = state.submission.record()["job"]
+def _contention(state: State, summary: Summary, job: JobFields) -> float | None:
     with contextlib.suppress(ValueError):  # a damaged list of CPUs
         ranks = ranks_of(summary)
         return most_contended(Facts(state.submission.label, state.state, True, job, ranks=ranks))
@@ -424,6 +424,7 @@ class _Shared(NamedTuple):
     """What all tasks of a submission share."""
 
     job: RecordedJob
+    fields: JobFields  # the same as the record has them
     queued: float | None
     code: str
     environment: str
@@ -443,7 +444,8 @@ def _shared(submission: Submission) -> _Shared:
         code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     digest = _digest(json.dumps(parts, sort_keys=True))
-    return _Shared(recorded_job(submission), submission.started_at(), code, digest)
+    job = recorded_job(submission)
+    return _Shared(job, record["job"], submission.started_at(), code, digest)
 
 
 def _digest(text: str) -> str:

@@ -205,17 +205,33 @@ def pooled_variance(
     """
     if len(samples) < FEWEST_POOLED or min(map(min, samples)) <= 0:
         return None
+    rests, freedom = _residuals(samples, blocks=blocks)
+    if min(np.abs(values).max() for values in rests) <= _SAME:
+        return None
+    if stats.bartlett(*rests).pvalue < UNEQUAL:
+        return None
+    return sum(float(values @ values) for values in rests) / freedom, float(freedom)
+
+
+def scatter(samples: Sequence[Sequence[float]], *, blocks: bool) -> tuple[float, int]:
+    """Return the relative scatter of the runs within the samples, and its degrees of freedom.
+
+    `blocks` as in `pooled_variance`, which is the square of it where that is safe to test with.
+    """
+    rests, freedom = _residuals(samples, blocks=blocks)
+    squares = sum(float(values @ values) for values in rests)
+    return math.sqrt(squares / freedom) if freedom > 0 else math.nan, freedom
+
+
+def _residuals(samples: Sequence[Sequence[float]], *, blocks: bool) -> tuple[list[Array], int]:
+    """Return the logs without the means of their samples and blocks, and what is left free."""
     logs = [np.log(sample(values, "samples", above=0)) for values in samples]
     rests = [values - values.mean() for values in logs]
     freedom = sum(len(values) - 1 for values in rests)
     if blocks:
         rests = [*(np.array(rests) - np.mean(rests, axis=0))]
         freedom -= len(rests[0]) - 1
-    if min(np.abs(values).max() for values in rests) <= _SAME:
-        return None
-    if stats.bartlett(*rests).pvalue < UNEQUAL:
-        return None
-    return sum(float(values @ values) for values in rests) / freedom, float(freedom)
+    return rests, freedom
 
 
 def _p_value(
@@ -232,19 +248,30 @@ def _p_value(
         one, other = np.log(one), np.log(other)
     samples = [one - other] if paired else [one, other]
     difference = float(samples[0].mean() - (0.0 if paired else other.mean()))
-    parts = [float(part.var(ddof=1)) / len(part) for part in samples]
-    variance = pooled[0] * (1 / len(one) + 1 / len(other)) if pooled else sum(parts)
+    # Of one sample of differences this is the t test for pairs.
+    variance, freedom = satterthwaite(*map(mean_variance, samples))
+    if pooled:
+        variance, freedom = pooled[0] * (1 / len(one) + 1 / len(other)), pooled[1]
     # Runs without any scatter would divide by zero. They are equal, or differ for certain.
     if variance <= (_SAME * max(np.abs(one).max(), np.abs(other).max())) ** 2:  # equal runs
         return float(abs(difference) <= _SAME * float(np.abs(one).max()))
-    # Welch-Satterthwaite; with one sample of differences it reduces to n - 1.
-    freedom = (
-        pooled[1]
-        if pooled
-        else variance**2
-        / sum(part**2 / (len(values) - 1) for part, values in zip(parts, samples, strict=True))
-    )
     return float(2 * stats.t.sf(abs(difference) / math.sqrt(variance), freedom))
+
+
+def mean_variance(values: Array) -> tuple[float, float]:
+    """Return the variance of the mean of values, and its degrees of freedom."""
+    return float(values.var(ddof=1)) / len(values), len(values) - 1
+
+
+def satterthwaite(*parts: tuple[float, float]) -> tuple[float, float]:
+    """Return the sum of variances, and its degrees of freedom; `parts` have both of each.
+
+    Source: Satterthwaite, "An approximate distribution of estimates of variance components", 1946.
+    """
+    whole = sum(variance for variance, _ in parts)
+    if not whole:
+        return 0.0, sum(freedom for _, freedom in parts)
+    return whole, 1 / sum((variance / whole) ** 2 / freedom for variance, freedom in parts)
 
 
 def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> Estimate:
