@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.sweeps import plots
 from hpml_orchestrator.sweeps.compare import SweepComparison
 from hpml_orchestrator.sweeps.facts import SweepFacts
 from hpml_orchestrator.sweeps.wording import environment
 
+if TYPE_CHECKING:
+    from hpml_orchestrator.sweeps.plots import Plot
+
 
 def to_html(document: SweepFacts | SweepComparison) -> str:
     """Return a self-contained page for light and dark screens, phones and paper."""
-    drawn = plots.draw(document) if isinstance(document, SweepFacts) else []
+    from hpml_orchestrator.sweeps.plots import draw  # noqa: PLC0415 - loads matplotlib
+
+    drawn = draw(document) if isinstance(document, SweepFacts) else []
     page = environment("html").get_template("page.html.j2")
     return page.render(
         title=f"{document.name}: {document.question}",
@@ -41,6 +45,6 @@ def to_json(document: SweepFacts | SweepComparison) -> dict[str, Any]:
     return dict(json.loads(TypeAdapter(type(document)).dump_json(document)))
 
 
-def _body(form: str, document: SweepFacts | SweepComparison, drawn: Sequence[plots.Plot]) -> str:
+def _body(form: str, document: SweepFacts | SweepComparison, drawn: Sequence[Plot]) -> str:
     name = "report" if isinstance(document, SweepFacts) else "comparison"
     return environment(form).get_template(f"{name}.j2").render({name: document}, plots=drawn)
