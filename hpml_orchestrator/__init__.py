@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hpml_orchestrator.api.runs import Job, Run, list_runs, run, submit, sweep_report
+    from hpml_orchestrator.api.runs import Run, list_runs, make_job, run, submit, sweep_report
     from hpml_orchestrator.diagnosis.report import Report
     from hpml_orchestrator.errors import (
         HpmlError,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SchedulerUnavailable,
         WaitTimeoutError,
     )
+    from hpml_orchestrator.records.job import Job
 
 __all__ = [
     "HpmlError",
@@ -35,14 +36,15 @@ __all__ = [
     "WaitTimeoutError",
     "__version__",
     "list_runs",
+    "make_job",
     "run",
     "submit",
     "sweep_report",
 ]
 
 
-_API = frozenset({"Job", "Report", "Run", "list_runs", "run", "submit", "sweep_report"})
-"""The names that `api/runs.py` defines; the errors are in `errors.py`."""
+_API = frozenset({"Job", "Report", "Run", "list_runs", "make_job", "run", "submit", "sweep_report"})
+"""The names that `api/runs.py` has; the errors are in `errors.py`."""
 
 
 def __getattr__(name: str) -> object:

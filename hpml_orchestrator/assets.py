@@ -1,7 +1,9 @@
-"""Find the files that are not Python modules: templates, training jobs, manual pages."""
+"""Find what this installation has: its Python, templates, training jobs, manual pages."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from hpml_orchestrator.errors import NotFoundError
@@ -23,3 +25,14 @@ def path(name: str) -> Path:
         f"this installation of hpml has no {name!r}",
         hint="install hpml-orchestrator again; the wheel holds it under _assets/",
     )
+
+
+def own_interpreter() -> str:
+    """Return the path of the Python that runs hpml, the same however hpml was started.
+
+    A virtual environment has its Python under several names; `sys.executable` is the one that was
+    used, and a script should not depend on that.
+    """
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    usual = os.path.join(sys.prefix, "bin", name)
+    return usual if os.access(usual, os.X_OK) else sys.executable

@@ -5,21 +5,18 @@
     python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
 
 A small network learns scikit-learn's digits until it reaches the target. All parameters are one
-vector, so that each method in communication_methods.py is a few lines. `bytes_sent` is what a rank
-sends for training, `comm_seconds` the time in which it waits for the others; evaluations are in
-neither of them, nor in `seconds_to_accuracy`. The clock stops when nothing is under way.
+vector, so that each method in communication_methods.py and communication_async.py is a few lines.
+`bytes_sent` is what rank 0 sends for training, `comm_seconds` the time in which it waits; neither
+has evaluations, nor has `seconds_to_accuracy`. The clock stops when nothing is under way.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import os
-import sys
 import time
-from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,41 +24,44 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
-from communication_methods import LOCAL_STEPS, METHODS, Memory, Wire, allreduce, synchronize
+import hpml_job
+from communication_async import ASYNCHRONOUS, EVERY, FREE, METHODS, ParameterServer, SharedMemory
+from communication_wire import Memory, Wire, synchronize
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
-from hpml_waits import trace_steps
+from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
+from hpml_job import JobError, say
+from hpml_profile import trace_steps
 
-SAVED = ("steps", "elapsed", "accuracy", "reached", "vector", "interface_bytes")
+NUMBERS = {  # options that are numbers: default, least, help
+    "epochs": (40, 1, "length of the training"),
+    "batch-size": (32, 1, "samples per rank and step"),
+    "lr": (0.1, 0, "learning rate, whatever the number of ranks"),
+    "width": (256, 1, "of the two hidden layers"),
+    "seed": (1, 0, ""),
+    "eval-every": (EVERY, 1, "steps"),
+    "staleness": (2, 0, "steps by which stale applies a gradient late"),
+    "checkpoint-every": (100, 1, "steps"),
+    "warm-up-steps": (5, 0, "first steps that samples/s leaves out"),
+}
+SAVED = ("steps", "elapsed", "accuracy", "reached", "vector", "interface_bytes", "late")
+COUNTED = ("bytes_sent", "latencies", "seconds", "busy_bytes")  # by the wire
 
 
-def options() -> argparse.Namespace:
-    """Return the options of the command line."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line; exits with 2 if they make no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--method", choices=list(METHODS), default="allreduce")
-    add("--epochs", type=int, default=40)
-    add("--batch-size", type=int, default=32, help="samples per rank and step")
-    add("--lr", type=float, default=0.1, help="learning rate, whatever the number of ranks")
-    add("--width", type=int, default=256, help="of the two hidden layers")
-    add("--seed", type=int, default=1)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--method", choices=[*METHODS, *ASYNCHRONOUS], default="allreduce")
+    add("--rounding", choices=("nearest", "stochastic"), default="nearest", help="of int8")
+    hpml_job.add_options(parser, NUMBERS)
     add("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, otherwise gloo")
     add("--target-accuracy", type=float, default=0.95, help="on the validation part")
     add("--run-on", action="store_true", help="train on when the target is reached")
-    add("--eval-every", type=int, default=LOCAL_STEPS, metavar="STEPS")
     add("--latency-us", type=float, help="of a message, as hpml bench prints; default: measured")
     add("--bandwidth-gb", type=float, help="GB/s of all-reduce, as hpml bench prints")
-    add("--warm-up-steps", type=int, default=5, help="first steps that samples/s leaves out")
-    add("--checkpoint", default=os.environ.get("HPML_CHECKPOINT_DIR"), metavar="DIR")
-    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
-    add("--output", type=Path, metavar="DIR", help="write result.json there")
-    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
-    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
-    chosen = parser.parse_args()
-    if min(chosen.epochs, chosen.batch_size, chosen.width, chosen.eval_every) < 1:
-        parser.error("--epochs, --batch-size, --width and --eval-every have to be 1 or more")
-    return chosen
+    options = parser.parse_args(arguments)
+    hpml_job.check_numbers(parser, options, NUMBERS)
+    return options
 
 
 class Training:
@@ -71,15 +71,22 @@ class Training:
         self.options, self.wire = options, wire
         self.steps, self.elapsed, self.accuracy, self.interface_bytes = 0, 0.0, 0.0, 0
         self.reached: dict[str, float] = {}  # seconds and steps to the target
+        self.late = [0.0, 0.0, 0.0]  # number, sum and maximum of async's staleness
+        self.store: ParameterServer | SharedMemory | None = None  # of async and hogwild
         self.checkpoints: Checkpoints | None = None
-        torch.manual_seed(options.seed)  # all ranks begin with the same parameters
+        # All ranks begin with the same parameters, but those of an ensemble have to differ.
+        torch.manual_seed(options.seed + (1000 * wire.rank if options.method == "ensemble" else 0))
         width = options.width
         self.model = nn.Sequential(
             *(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
             nn.Linear(width, 10),
         ).to(device)
         self.vector = parameters_to_vector(self.model.parameters()).detach()
-        self.memory = Memory([one.shape for one in self.model.parameters()])
+        torch.manual_seed(1000 * options.seed + wire.rank)  # for what ranks round by chance
+        shapes = [one.shape for one in self.model.parameters()]
+        self.memory = Memory(shapes, options.seed, options.staleness, options.rounding)
+        if options.method == "easgd":
+            self.memory.tensors["centre"] = self.vector.clone()
         mine = self.vector.clone()
         if options.method == "ps":  # this rank owns an equal part, the last one filled up
             part = -(-len(mine) // wire.ranks)
@@ -90,38 +97,46 @@ class Training:
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take a step; return this rank's loss."""
-        method, wire, mine = self.options.method, self.wire, self.mine
         vector_to_parameters(self.vector, self.model.parameters())
         loss = nn.functional.cross_entropy(self.model(images), labels)
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         gradient = parameters_to_vector(gradients)
-        if method == "ps":  # get all gradients of the own part, and send the result
-            # Parts have to be equally long for the exchange; the padding is cut off again below.
-            padded = nn.functional.pad(gradient, (0, len(mine) * wire.ranks - len(gradient)))
-            mine.grad = wire.exchange(padded).reshape(wire.ranks, -1).mean(0)
-        else:
-            mine.grad = METHODS[method](gradient, wire, self.memory)
-        self.optimizer.step()
         self.steps += 1
-        if method == "localsgd" and self.steps % LOCAL_STEPS == 0:
-            mine.data.copy_(allreduce(mine.detach().clone(), wire, self.memory))
-        whole = wire.all_gather(mine.detach()) if method == "ps" else mine.detach()
-        self.vector = whole[: len(self.vector)].clone()
+        if self.store:
+            self.vector = self.store.apply(gradient)
+            return loss.detach()
+        self.memory.step = self.steps
+        before, after = METHODS[self.options.method]
+        self.mine.grad = before(gradient, self.wire, self.memory)
+        self.optimizer.step()
+        whole = after(self.mine.detach(), self.wire, self.memory)
+        if self.options.method != "ps":
+            self.mine.data.copy_(whole)
+        self.vector = whole[: len(gradient)].clone()
         return loss.detach()
 
     def drain(self) -> None:
         """Wait for what is under way, which is applied as late as without this wait."""
         for _, work in self.memory.queue:
             self.wire.wait(work)
+        if self.options.method in FREE:
+            self.wire.meet()
+
+    def newest(self) -> Tensor:
+        """Return the parameters that are evaluated."""
+        return self.store.newest() if self.store else self.memory.tensors.get("centre", self.vector)
 
     def evaluate(self, images: Tensor, labels: Tensor) -> float:
-        """Return the accuracy on images, of which each rank takes a part."""
-        vector_to_parameters(self.vector, self.model.parameters())
+        """Return the accuracy on images, of which each rank takes a part; an ensemble takes all."""
+        vector_to_parameters(self.newest(), self.model.parameters())
         mine = slice(self.wire.rank, None, self.wire.ranks)
-        with torch.no_grad():
+        with torch.no_grad():  # the collectives are not counted: they belong to no method
+            if self.options.method == "ensemble":
+                guesses = self.model(images).softmax(1)
+                dist.all_reduce(guesses)
+                return float((guesses.argmax(1) == labels).double().mean())
             right = (self.model(images[mine]).argmax(1) == labels[mine]).sum().double()
-        if self.wire.ranks > 1:  # not counted: it belongs to no method
-            dist.all_reduce(right)
+        dist.all_reduce(right)
         return float(right) / len(labels)
 
     def save(self) -> None:
@@ -136,7 +151,9 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
         }
         figures = {name: getattr(self, name) for name in SAVED}
-        figures["wire"] = [self.wire.bytes_sent, self.wire.latencies, self.wire.seconds]
+        if self.store:
+            figures["vector"] = self.store.newest()
+        figures["wire"] = [getattr(self.wire, name) for name in COUNTED]
         ranks = self.checkpoints.ranks.gather(own)
         self.checkpoints.save({"ranks": ranks, **figures}, step=self.steps)
 
@@ -153,9 +170,19 @@ class Training:
         for name in SAVED:
             setattr(self, name, found.state[name])
         self.vector = self.vector.to(device)
-        if self.options.method != "ps":  # ranks of localsgd differ
+        if self.options.method in ASYNCHRONOUS:
+            self.mine.data.copy_(self.vector)
+        elif self.options.method != "ps":  # ranks of localsgd differ
             self.vector = self.mine.detach().clone()
-        self.wire.bytes_sent, self.wire.latencies, self.wire.seconds = found.state["wire"]
+        for name, value in zip(COUNTED, found.state["wire"]):  # noqa: B905 - Python 3.9
+            setattr(self.wire, name, value)
+
+    def start(self) -> None:
+        """Begin to share the parameters, if the method does it."""
+        mine = self.mine, self.optimizer, self.wire
+        if self.options.method in ASYNCHRONOUS:
+            is_async = self.options.method == "async"
+            self.store = ParameterServer(*mine, self.late) if is_async else SharedMemory(*mine)
 
 
 class Data:
@@ -176,7 +203,7 @@ class Data:
         self.steps_per_epoch = len(self.labels) // self.batch
         if not self.steps_per_epoch:
             reason = f"{self.batch} samples a step, but only {len(self.labels)} in all"
-            raise CheckpointError(f"--batch-size {options.batch_size}: {reason}")
+            raise JobError(f"--batch-size {options.batch_size}: {reason}")
 
     def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's part of a step's batch: the order follows from seed and epoch."""
@@ -187,17 +214,19 @@ class Data:
         return self.images[chosen], self.labels[chosen]
 
 
-def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> dict[str, object]:
-    """Train to the target, the last epoch or a stop request; return the figures."""
-    wire = Wire()
+def train(options: argparse.Namespace, channel: Channel, device: torch.device) -> None:  # noqa: PLR0915
+    """Train to the target, the last epoch or a stop request; report the figures."""
+    wire, ranks = Wire(), Ranks()
+    hpml_job.make_directories(options, ranks)
     data, training = Data(options, wire, device), Training(options, device, wire)
     total = options.epochs * data.steps_per_epoch
-    settings = ("method", "batch_size", "lr", "width", "seed", "epochs")
+    settings = ("method", "batch_size", "lr", "width", "seed", "epochs", "staleness", "rounding")
     job = {**{name: getattr(options, name) for name in settings}, "ranks": wire.ranks}
     job["samples"] = len(data.labels)
     if options.checkpoint:
         training.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel)
         training.load()
+    training.start()
     agreement = StopAgreement()
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=training.steps, total_steps=total)
@@ -213,11 +242,12 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                 # for it.
                 synchronize()
             tracer.step()
-            asked = time.perf_counter()
-            stop = bool(agreement.exchange(channel.stop_requested()))
-            wire.seconds += time.perf_counter() - asked  # it comes behind what `stale` still sends
             is_evaluated = training.steps % options.eval_every == 0 or training.steps == total
             is_saved = training.steps % options.checkpoint_every == 0
+            if options.method not in FREE or is_evaluated:
+                asked = time.perf_counter()  # the exchange comes behind what `stale` still sends
+                stop = bool(agreement.exchange(channel.stop_requested()))
+                wire.seconds += time.perf_counter() - asked
             if is_evaluated or is_saved or stop:
                 training.drain()  # else `stale` would communicate while no clock runs
             took = time.perf_counter() - began
@@ -237,12 +267,16 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     training.save()
     if stop:
         channel.event("stopping", step=training.steps)
+    test_accuracy = None if stop else training.evaluate(*data.test)
+    if training.store:
+        training.store.end()
+    updates, late, latest = training.late
     mbit = float(os.environ.get("SHAPED_MBIT", "0")) or None
     speed = mbit * 1e6 / 8 if mbit else (options.bandwidth_gb or 0.0) * 1e9
     latency = latency if options.latency_us is None else options.latency_us / 1e6
-    return {
+    figures = {
         "method": options.method, "validation_accuracy": training.accuracy,
-        "test_accuracy": None if stop else training.evaluate(*data.test),
+        "test_accuracy": test_accuracy,
         "target_accuracy": options.target_accuracy,
         **{f"{name}_to_accuracy": training.reached.get(name) for name in ("seconds", "steps")},
         "bytes_sent": wire.bytes_sent, "interface_bytes": training.interface_bytes or None,
@@ -250,47 +284,16 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
         "predicted_seconds": wire.predict(latency, speed) if speed else None,
         "steps": training.steps, "world_size": wire.ranks, "bandwidth_mbit": mbit,
         "batch_size_per_rank": options.batch_size, "seed": options.seed, "stopped": stop,
+        "staleness_mean": late / updates if updates else None,
+        "staleness_max": latest if updates else None,
     }  # fmt: skip
+    hpml_job.report(figures, channel, options, ranks)
+    say(ranks, f"{'stopped' if stop else 'done'}: {json.dumps(figures)}")
 
 
-def main() -> None:
-    """Join the ranks, train, write the figures, and end with 0, or with 2 and one line."""
-    chosen, channel, status = options(), Channel.from_env(), 0
-    channel.event("rendezvous")
-    use_gpu = chosen.device == "cuda" or (chosen.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cpu")
-    if use_gpu:  # ranks may share one, but NCCL refuses that
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(chosen.backend or ("nccl" if use_gpu else "gloo"))
-    channel.event("preparation")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    try:
-        figures = train(chosen, device, channel)
-        if rank == 0:
-            channel.result(**figures)
-            if chosen.output:
-                chosen.output.mkdir(parents=True, exist_ok=True)
-                # Renamed when complete: no reader finds half of a result.
-                aside = chosen.output / ".result.json.new"
-                aside.write_text(json.dumps(figures, indent=2) + "\n")
-                aside.replace(chosen.output / "result.json")
-            end = "stopped" if figures["stopped"] else "done"
-            print(f"{end}: {json.dumps(figures)}", flush=True)
-    except (CheckpointError, OSError) as error:
-        print(f"communication.py: error: {error}", file=sys.stderr, flush=True)
-        status = 2
-    channel.close()
-    # With gloo a correct training may die at the interpreter's exit (pytorch#190489).
-    gc.collect()
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.all_reduce(torch.zeros(1, device=device))
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(status)
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Train, and end with 0, or with 2 and a line with the reason."""
+    hpml_job.run(train, parse(arguments))
 
 
 if __name__ == "__main__":

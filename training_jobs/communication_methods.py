@@ -5,136 +5,29 @@
 | allreduce | the gradient, as float32 | |
 | fp16, bf16 | the gradient in half precision | |
 | powersgd | two thin factors of each matrix, with error feedback | Vogels et al. 2019 |
-| int8 | the gradient in 8 bits with one scale, with error feedback | Seide et al. 2014 |
+| int8 | the gradient in 8 bits with one scale, with error feedback | Dettmers 2016 |
+| ternary | -1, 0 or 1 by chance and a scale for each layer | Wen et al. 2017 (TernGrad) |
+| onebit | signs and two means for each row, with error feedback | Seide et al. 2014 |
 | topk | the largest hundredth of the gradient, with error feedback | Stich et al. 2018 |
-| localsgd | the parameters, every eighth step | Stich 2019 |
-| stale | the gradient; a third is applied two steps later, and nobody waits | Ho et al. 2013 |
-| ps | the gradient to the owners of its parts, who send the parameters | Li et al. 2014 |
+| sparse | the same entries, added on the way | Renggli et al. 2019 (SparCML) |
+| stale | the gradient; it is applied some steps later, and nobody waits | Ho et al. 2013 |
 
-`Wire` counts what a rank sends, and the time in which it waits for it. It predicts that time, too:
-an all-reduce of m bytes by n ranks takes 2 L log2(n) + 2 m G (n - 1) / n seconds, with the latency
-L of a message and the time G of a byte; an all-gather or an exchange has half the latencies.
+Those that exchange parameters are in communication_async.py.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-TOP = 0.01  # of the gradient that topk sends
+from communication_wire import Memory, Method, Wire
+
+TOP = 0.01  # of the gradient that topk and sparse send
 RANK_OF_FACTORS = 2  # of powersgd
-LOCAL_STEPS = 8  # of localsgd
-STALENESS = 2  # steps by which a gradient may be late
-
-T = TypeVar("T")
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if one is in use: the program runs ahead of it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-class Wire:
-    """The collectives, with the bytes that this rank sends and the seconds in which it waits.
-
-    The formulas are those of ring algorithms on n ranks: an all-reduce of P bytes sends
-    2 P (n - 1) / n per rank, an all-gather of P bytes per rank P (n - 1), and an exchange of all
-    with all P (n - 1) / n.
-    """
-
-    def __init__(self) -> None:
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.bytes_sent, self.latencies, self.seconds = 0.0, 0.0, 0.0
-
-    def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> dist.Work | None:
-        """Sum a tensor over the ranks, in place; without `wait`, return the work to wait for."""
-        self.bytes_sent += 2 * tensor.nbytes * (self.ranks - 1) / self.ranks
-        self.latencies += 2 * math.log2(self.ranks)
-        return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait), wait=wait)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, concatenated."""
-        self.bytes_sent += tensor.nbytes * (self.ranks - 1)
-        self.latencies += math.log2(self.ranks)
-        whole = tensor.repeat(self.ranks)
-        self._timed(lambda: dist.all_gather(list(whole.chunk(self.ranks)), tensor))
-        return whole
-
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Send the i-th part of a tensor to rank i; return the parts that this rank gets."""
-        self.bytes_sent += tensor.nbytes * (self.ranks - 1) / self.ranks
-        self.latencies += math.log2(self.ranks)
-        parts = tensor.clone()
-        self._timed(lambda: dist.all_to_all_single(parts, tensor))
-        return parts
-
-    def wait(self, work: dist.Work | None) -> None:
-        """Wait for an all-reduce that was started before."""
-        if work is not None:
-            self._timed(work.wait)
-
-    def interface_bytes(self) -> int:
-        """Return what this rank's interface has sent, with headers; 0 without one of its own."""
-        if "SHAPED_MBIT" not in os.environ:
-            return 0
-        # Not /sys/class/net: it shows the interfaces of the namespace in which it was mounted.
-        with open("/proc/self/net/dev", encoding="ascii") as file:
-            (line,) = (line for line in file if line.lstrip().startswith("eth0:"))
-        return int(line.partition(":")[2].split()[8])
-
-    def measure_latency(self, device: torch.device) -> float:
-        """Return the seconds of a latency, from all-reduces of one number."""
-        if self.ranks == 1:
-            return 0.0
-        number, times = torch.zeros(1, device=device), []
-        for _ in range(25):
-            synchronize()
-            began = time.perf_counter()
-            dist.all_reduce(number)
-            synchronize()
-            times.append(time.perf_counter() - began)
-        return median(times[5:]) / (2 * math.log2(self.ranks))  # the first ones connect
-
-    def predict(self, latency_seconds: float, bytes_per_second: float) -> float:
-        """Return the seconds of everything that was sent so far, by the model above."""
-        return self.latencies * latency_seconds + self.bytes_sent / bytes_per_second
-
-    def _timed(self, call: Callable[[], T], *, wait: bool = True) -> T | None:
-        if not dist.is_initialized():  # alone
-            return None
-        # What the GPU still computes is not communication.
-        if wait:
-            synchronize()
-        began = time.perf_counter()
-        answer = call()
-        if wait:
-            synchronize()
-        self.seconds += time.perf_counter() - began
-        return answer
-
-
-@dataclass
-class Memory:
-    """What the methods keep from step to step."""
-
-    shapes: list[torch.Size]  # of the parameters
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # errors, and factors of powersgd
-    queue: deque[tuple[Tensor, dist.Work | None]] = field(default_factory=deque)  # of stale
-
-
-Method = Callable[[Tensor, Wire, Memory], Tensor]
+CLIP = 2.5  # standard deviations of a layer's gradient that ternary cuts off
 
 # --- the methods: from this rank's gradient to the one that it applies
 
@@ -157,31 +50,156 @@ def half(kind: torch.dtype) -> Method:
 
 
 def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send 8 bits of each number; the rounding error is added to the next gradient."""
+    """Send 8 bits of each number; the rounding error is added to the next gradient.
+
+    Stochastic rounding is right on average: it needs no error feedback, and no memory for it.
+    """
     wanted = gradient + memory.tensors.get("error", 0)
     # Never 0, or a gradient of zeros would become NaN.
     scale = (wanted.abs().max() / 127).clamp_min(1e-12).reshape(1)
-    rounded = (wanted / scale).round().to(torch.int8)
-    memory.tensors["error"] = wanted - rounded.float() * scale
+    if memory.rounding == "stochastic":
+        rounded = (wanted / scale + torch.rand_like(wanted)).floor().clamp(-127, 127).to(torch.int8)
+    else:
+        rounded = (wanted / scale).round().to(torch.int8)
+        memory.tensors["error"] = wanted - rounded.float() * scale
     # Not an all-reduce: numbers with different scales cannot be added, and sums do not fit into 8
     # bits.
     scales, numbers = wire.all_gather(scale), wire.all_gather(rounded)
     return (numbers.reshape(wire.ranks, -1).float() * scales[:, None]).mean(0)
 
 
-def topk(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send the largest numbers and their places; the others are added to the next gradient."""
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Put small numbers into bytes, 8 / bits into each one."""
+    per_byte = 8 // bits
+    padded = nn.functional.pad(numbers.to(torch.uint8), (0, -len(numbers) % per_byte))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers.device)
+    return (padded.reshape(-1, per_byte) << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """Return the numbers that `pack` put into bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    numbers: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return numbers.reshape(-1)[:length]
+
+
+def onebit(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
+    """Send the signs, and for each row of a matrix the means of what is positive and negative."""
+    wanted = gradient + memory.tensors.get("error", 0)
+    # A row are the weights of one neuron: neurons differ too much for one mean. Biases are a row.
+    lengths = [
+        length
+        for shape in memory.shapes
+        for length in ([shape[1]] * shape[0] if len(shape) > 1 else [shape[0]])
+    ]
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(wanted.device)
+    signs = wanted >= 0
+    group, rows = 2 * row + signs, 2 * len(lengths)
+    sums = torch.zeros(rows, device=wanted.device).index_add_(0, group, wanted)
+    means = sums / group.bincount(minlength=rows).clamp_min(1)
+
+    def values(signs: Tensor, means: Tensor) -> Tensor:
+        return means[2 * row + signs]
+
+    memory.tensors["error"] = wanted - values(signs, means)
+    return _average(pack(signs, 1), 1, means, values, wire, len(gradient))
+
+
+def ternary(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
+    """Send s, 0 or -s, with s the largest of the layer, so that the mean is right.
+
+    Outliers are cut off before, or s would be large and all others nearly always 0.
+    """
+    sizes = memory.sizes()
+    parts = [
+        part.clamp(-limit, limit)
+        for part in gradient.split(sizes)
+        for limit in [CLIP * float(part.std())]
+    ]
+    scales = torch.stack([part.abs().max() for part in parts]).clamp_min(1e-12)
+
+    def values(numbers: Tensor, scales: Tensor) -> Tensor:
+        return (numbers.float() - 1) * scales.repeat_interleave(torch.tensor(sizes))
+
+    wanted = torch.cat(parts) / scales.repeat_interleave(torch.tensor(sizes))
+    numbers = (torch.rand_like(wanted) < wanted.abs()) * wanted.sign() + 1
+    return _average(pack(numbers, 2), 2, scales, values, wire, len(gradient))
+
+
+def _average(
+    packed: Tensor,
+    bits: int,
+    scales: Tensor,
+    values: Callable[[Tensor, Tensor], Tensor],
+    wire: Wire,
+    length: int,
+) -> Tensor:
+    all_packed = wire.all_gather(packed).chunk(wire.ranks)
+    all_scales = wire.all_gather(scales).chunk(wire.ranks)
+    total = torch.zeros(length, device=packed.device)
+    for one, scale in zip(all_packed, all_scales):  # noqa: B905 - Python 3.9
+        total += values(unpack(one, bits, length), scale)
+    return total / wire.ranks
+
+
+def _choose(gradient: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Return the places and values of the largest numbers, and keep the others."""
     wanted = gradient + memory.tensors.get("error", 0)
     places = wanted.abs().topk(max(1, int(TOP * len(wanted)))).indices
-    sent = wanted[places]
     # Error feedback: a small entry adds up here until it is large enough to be sent. If it were
     # dropped, its parameter would never be trained.
     memory.tensors["error"] = wanted.index_fill(0, places, 0.0)
-    # Each rank has other places, so nothing can be added on the way. 32 bits for a place halve what
-    # it costs.
+    return places, wanted[places]
+
+
+def topk(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
+    """Send the largest numbers and their places; the others are added to the next gradient."""
+    places, sent = _choose(gradient, memory)
+    # Each rank has other places: all are gathered. 32 bits for a place halve what it costs.
     all_places, all_sent = wire.all_gather(places.int()), wire.all_gather(sent)
     total = torch.zeros_like(gradient).index_add_(0, all_places.long(), all_sent)
     return total / wire.ranks
+
+
+def sparse(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
+    """Sum the largest numbers on the way: what several ranks chose is sent on once."""
+    places, sent = _choose(gradient, memory)
+    return sparse_sum(torch.zeros_like(gradient).index_copy_(0, places, sent), wire) / wire.ranks
+
+
+def sparse_sum(total: Tensor, wire: Wire) -> Tensor:
+    """Add vectors that are mostly 0, in place: each rank with one, then with pairs, fours, ….
+
+    Ranks above a power of two leave their vector to another rank, and get the sum from it.
+    """
+    power = 2 ** int(math.log2(wire.ranks))
+    helper, empty = wire.rank ^ power, total[:0]
+    if wire.rank >= power:
+        _trade(total, helper, 0, wire)
+        return total.copy_(_trade(empty, helper, len(total), wire))
+    if helper < wire.ranks:
+        total += _trade(empty, helper, len(total), wire)
+    distance = 1
+    while distance < power:
+        total += _trade(total, wire.rank ^ distance, len(total), wire)
+        distance *= 2
+    if helper < wire.ranks:
+        _trade(total, helper, 0, wire)
+    return total
+
+
+def _trade(part: Tensor, partner: int, length: int, wire: Wire) -> Tensor:
+    """Send a part of a vector, and return one of a length; as places and values if it is less."""
+    places = part.nonzero().squeeze(1)
+    message = torch.cat([places.int(), part[places].view(torch.int32)])
+    if len(message) >= len(part):
+        message = part.view(torch.int32)
+    got = wire.swap(message, partner)
+    if len(got) == length:  # dense
+        return got.view(torch.float32)
+    where, values = got.tensor_split(2)
+    block = torch.zeros(length, device=part.device)
+    return block.index_copy_(0, where.long(), values.view(torch.float32))
 
 
 def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
@@ -209,32 +227,28 @@ def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
 
 def stale(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Start averaging this gradient, and apply the one from STALENESS steps ago.
+    """Start averaging this gradient, and apply the one from `staleness` steps ago.
 
     It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
     """
     # From here on the all-reduce writes into this tensor, until `wait` returns.
     memory.queue.append((gradient, wire.all_reduce(gradient, wait=False)))
-    if len(memory.queue) <= STALENESS:
+    if len(memory.queue) <= memory.staleness:
         return torch.zeros_like(gradient)
     averaged, work = memory.queue.popleft()
     wire.wait(work)
-    return averaged / wire.ranks / (1 + STALENESS)
+    return averaged / wire.ranks / (1 + memory.staleness)
 
 
-def own(gradient: Tensor, _: Wire, __: Memory) -> Tensor:
-    """Apply this rank's gradient: localsgd averages the parameters instead."""
-    return gradient
-
-
-METHODS: dict[str, Method] = {
+GRADIENTS: dict[str, Method] = {
     "allreduce": allreduce,
     "fp16": half(torch.float16),
     "bf16": half(torch.bfloat16),
     "powersgd": powersgd,
     "int8": int8,
+    "ternary": ternary,
+    "onebit": onebit,
     "topk": topk,
-    "localsgd": own,
+    "sparse": sparse,
     "stale": stale,
-    "ps": own,
 }

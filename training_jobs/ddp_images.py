@@ -1,42 +1,46 @@
-"""Train a CNN or a ResNet-18 on folders of PNG files with PyTorch DistributedDataParallel.
+"""Train a network on folders of images with PyTorch DistributedDataParallel.
 
     python ddp_images.py --data digits
     torchrun --standalone --nproc-per-node=2 ddp_images.py --data digits --target-accuracy 0.95
 
 Runs alone or under a launcher that sets torchrun's variables, on GPUs (NCCL) if there are any, else
-on the CPU (gloo). It needs images_data.py, images_model.py and the three hpml_*.py next to it.
+on the CPU (gloo). It needs the four images_*.py and the hpml_*.py next to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import images_model
 import torch
-import torch.distributed as dist
-from images_data import ImageData, JobError, Position, checkpoints_of, raise_together, report, say
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+import hpml_job
+import images_data
+import images_model
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
-from hpml_waits import measure_waits, settle_buckets, trace_steps
+from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
+from hpml_job import JobError, raise_together, say
+from hpml_profile import trace_steps
+from hpml_waits import measure_waits, settle_buckets
+from images_data import ImageData, Position, checkpoints_of
 
 NUMBERS = {  # options that are numbers: default, least, help
     "width": (16, 1, "channels of the model's first layer"),
+    "size": (0, 0, "resize and crop images to N x N pixels; 0: all have that of the first one"),
+    "train-images": (0, 0, "train with N images only, equally many of each class; 0: with all"),
     "dropout": (0.2, 0, "part of the features that the last layer does not get"),
     "epochs": (12, 1, "length of the training"),
     "batch-size": (32, 1, "images per rank and step"),
     "accumulate": (1, 1, "compute each batch in N parts, to save memory"),
-    "lr": (0.05, 0, "learning rate of one rank; times the number of ranks"),
+    "max-batch": (0, 0, "compute larger batches in parts of at most N images; 0: do not"),
+    "lr": (0.0, 0, "learning rate of one rank; times the ranks; 0: that usual for --optimizer"),
+    "weight-decay": (1e-4, 0, "of all weights"),
     "lr-warmup-epochs": (2, 0, "epochs to reach the rate of all ranks"),
     "seed": (1, 0, "of weights, dropout and the order of the images"),
     "workers": (1, 0, "processes per rank that read images; 0: none"),
@@ -49,34 +53,35 @@ NUMBERS = {  # options that are numbers: default, least, help
     "timeout-seconds": (600, 1, "how long a rank waits for others"),
 }
 PARTS = ["network", "optimizer", "scaler"]  # of a run, which a checkpoint has next to its position
+SHOWN = "model width optimizer augment seed amp target_accuracy".split()  # with the result
 STOP, FAIL = 1, 2  # what a rank can wish; the highest wish counts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line; exits with 2 if they make no sense."""
     parser = argparse.ArgumentParser(description="Train on folders of images with DDP.")
-    add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
-    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
-    for name, (default, _, text) in NUMBERS.items():
-        add(f"--{name}", type=type(default), default=default, metavar="N", help=text)
-    add("--data", type=Path, required=True, metavar="DIR", help="has one folder per class")
-    add("--model", choices=tuple(images_model.MODELS), default="cnn")
+    add = parser.add_argument
+    hpml_job.add_options(parser, NUMBERS)
+    parser.set_defaults(amp_of_old_gpus="fp16")
+    images_data.add_options(parser)
+    images_model.add_options(parser)
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision")
     add("--channels-last", action="store_true", help="the memory format that tensor cores prefer")
+    add("--cudnn-benchmark", action="store_true", help="try cuDNN's algorithms, use the fastest")
     add("--compile", action="store_true", help="use torch.compile")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
     add("--stop-at-target", action="store_true", help="end when the target is reached")
-    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
-    add("--checkpoint-from", type=Path, metavar="DIR", help="start with another run's model")
-    add("--output", type=Path, metavar="DIR", help="write result.json there")
-    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
+    add("--checkpoint-from", type=Path, metavar="DIR", help="start with another run's whole state")
     options = parser.parse_args(arguments)
-    for name, (_, least, _) in NUMBERS.items():
-        if not getattr(options, name.replace("-", "_")) >= least:
-            parser.error(f"--{name} must be at least {least}")
+    hpml_job.check_numbers(parser, options, NUMBERS)
     if not 0 < (options.target_accuracy or 1 - options.stop_at_target) <= 1:
         parser.error("--target-accuracy must be above 0 and at most 1; --stop-at-target needs it")
+    if options.batch_schedule and options.batch_schedule[-1][0] > options.epochs:
+        late = f"epoch {options.batch_schedule[-1][0]} is after --epochs {options.epochs}"
+        parser.error(f"--batch-schedule: {late}")
+    images_model.complete(options)
+    if options.transfer and options.checkpoint_from:
+        parser.error("--from takes weights only, --checkpoint-from a whole state: give one of them")
     return options
 
 
@@ -91,7 +96,8 @@ class Run:
         self.at, self.steps_done, self.saved, self.started = Position(), 0, (0, 0), 0.0
         self.loss_sum, self.sums = torch.zeros(()), torch.zeros(3)  # of an epoch
         torch.manual_seed(options.seed)
-        sizes = self.data.channels, self.data.classes
+        torch.backends.cudnn.benchmark = options.cudnn_benchmark
+        sizes = self.data.shape, self.data.classes
         self.network = images_model.make_model(options, *sizes, device)
         torch.manual_seed(options.seed * 1_000_003 + ranks.rank)  # each rank has its own dropout
         self.model = DistributedDataParallel(
@@ -114,7 +120,8 @@ def is_stopped(run: Run, *, at_once: bool = False) -> bool:
 
 def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
     """Take one step of the optimizer; return this rank's loss."""
-    parts, total = run.options.accumulate, torch.zeros((), device=run.device)
+    total, most = torch.zeros((), device=run.device), run.options.max_batch or len(labels)
+    parts = max(run.options.accumulate, -(-len(labels) // most))
     if run.device.type == "cuda":
         with run.waits.timed("transfer_seconds"):
             images, labels = (one.to(run.device, non_blocking=True) for one in (images, labels))
@@ -140,7 +147,7 @@ def train_epoch(run: Run, end_step: Callable[[], None]) -> bool:
     """Train from the position to the epoch's end; return whether the ranks stop before it."""
     options, at, data, stopped = run.options, run.at, run.data, False
     run.loss_sum, run.sums = torch.zeros((), device=run.device), torch.tensor([0, 1e-9, 0])
-    end, batches = (at.epochs + 1) * data.train_steps, data.train_batches(at.step)
+    end, batches = data.starts[at.epochs + 1], data.train_batches(at.step)
     run.model.train()
     while at.step < end and not stopped:
         began = time.perf_counter()
@@ -204,14 +211,16 @@ def save(run: Run) -> None:
 
 
 def load(run: Run) -> None:
-    """Continue from the newest checkpoint; without one, start with another run's if asked."""
+    """Continue from the newest checkpoint; without one, start from what else was asked for."""
     other, at = run.options.checkpoint_from, run.at
     found = run.checkpoints.load() if run.checkpoints else None
     if found:
         vars(at).update(found.state["position"])
-        run.saved, steps = (at.epochs, at.step), at.step - at.epochs * run.data.train_steps
+        run.saved, steps = (at.epochs, at.step), at.step - run.data.starts[at.epochs]
         say(run.ranks, f"resumed from {found.path}: {at.epochs} epochs and {steps} steps are done")
     elif other is None:
+        if run.options.transfer:
+            images_model.transfer(run.network, run.options.transfer, run.ranks)
         return
     elif found := Checkpoints(other, ranks=run.ranks).latest():
         say(run.ranks, f"started from {found.path}")
@@ -225,14 +234,14 @@ def load(run: Run) -> None:
         raise JobError(f"{found.path} has another model: --model or --width differs") from error
 
 
-def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
+def train(options: argparse.Namespace, channel: Channel, device: torch.device) -> None:
     """Train from the newest checkpoint to the last epoch, the target or a stop request."""
     run = Run(options, device, channel)
     at, data, ranks, size = run.at, run.data, run.ranks, run.ranks.world_size
     load(run)
     last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
     channel.event("warm-up", steps=options.warm_up_steps)
-    channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
+    channel.event("training", step=at.step, total_steps=data.starts[-1])
     run.started = time.perf_counter() - at.train_seconds  # one clock over all restarts
     stopped = is_stopped(run, at_once=True)
     with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
@@ -259,15 +268,17 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
         channel.event("stopping", step=at.step)
     at.train_seconds = time.perf_counter() - run.started
     rate = size * at.steady_samples / (at.steady_seconds or 1)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = hpml_job.device_name(device)
     result = {
         **vars(at), "samples_per_second": rate or None, "stopped": stopped,
         "world_size": size, "batch_size_per_rank": options.batch_size,
         **{f"{part}_images": count for part, count in data.images.items()}, "device": name,
+        "flops_per_sample": hpml_job.flops_of(run.network, run.data.shape),
         "learning_rate": options.lr * size, "eval_every_epochs": options.eval_every,
-        **{name: getattr(options, name) for name in ("model", "seed", "amp", "target_accuracy")},
+        **{name: getattr(options, name) for name in SHOWN},
+        "weights": sum(weights.numel() for weights in run.network.parameters()),
     }  # fmt: skip
-    report(result, channel, options.output, ranks)
+    hpml_job.report(result, channel, options, ranks)
     text, speed = f"{at.epochs} epochs in {at.train_seconds:.1f} s", f"{rate:.0f}" if rate else "-"
     text = f"stopped: {text}" if stopped else f"done: {text}, test accuracy {at.test_accuracy:.4f}"
     say(run.ranks, f"{text}, {speed} samples/s, {size} ranks on {name}")
@@ -275,25 +286,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Join the other ranks, train, and end with 0, or with 2 and a line on stderr."""
-    options, channel, status = parse(arguments), Channel.from_env(), 0
-    channel.event("rendezvous")
-    if "RANK" not in os.environ:  # alone
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    try:
-        device = images_model.choose_device(options)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_seconds))
-        channel.event("preparation")
-        train(options, device, channel)
-    except (JobError, CheckpointError, dist.DistNetworkError, dist.DistStoreError) as error:
-        status = 2
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-    channel.close()
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # the ranks meet a last time
-        dist.destroy_process_group()
-    os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
+    hpml_job.run(train, parse(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a CNN or a ResNet-18 on folders of PNG files with Horovod; see docs/horovod.md."""
+"""Train a network on folders of images with Horovod; see docs/horovod.md."""
 
 from __future__ import annotations
 
@@ -13,43 +13,55 @@ from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import torch
-from images_data import ImageData, JobError, checkpoints_of, raise_together, report, say
-from images_model import MODELS, choose_device, learning_rate, make_model, make_optimizer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import images_data
+import images_model
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Ranks, StopAgreement
-from hpml_waits import Waits, trace_steps
+from hpml_job import (
+    JobError,
+    add_options,
+    check_numbers,
+    choose_device,
+    raise_together,
+    report,
+    say,
+)
+from hpml_profile import trace_steps
+from hpml_waits import Waits
+from images_data import ImageData, checkpoints_of
+from images_model import learning_rate, make_model, make_optimizer
 
 NUMBERS = {  # options that are numbers; images and learning rate are those of one rank
-    "width": 16, "dropout": 0.2, "epochs": 12, "batch-size": 32, "lr": 0.05, "lr-warmup-epochs": 2,
-    "seed": 1, "workers": 1, "warm-up-steps": 20, "stop-after-epochs": 0, "timeout-seconds": 600,
+    "width": (16, 1, ""), "dropout": (0.2, 0, ""), "epochs": (12, 1, ""), "batch-size": (32, 1, ""),
+    "lr": (0.0, 0, "0: usual"), "lr-warmup-epochs": (2, 0, ""), "weight-decay": (1e-4, 0, ""),
+    "seed": (1, 0, ""), "workers": (1, 0, ""), "size": (0, 0, ""), "train-images": (0, 0, ""),
+    "warm-up-steps": (20, 0, ""), "stop-after-epochs": (0, 0, ""), "timeout-seconds": (600, 1, ""),
 }  # fmt: skip
 TUNING = {"fusion-threshold-mb": 0.0, "cycle-time-ms": 0.01, "groups": 1}  # the least values
-SHOWN = "model seed target_accuracy compression groups fusion_threshold_mb cycle_time_ms".split()
+SHOWN = "model optimizer seed target_accuracy compression groups".split()
+SHOWN += ["fusion_threshold_mb", "cycle_time_ms"]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line; exits with 2 if they make no sense."""
     parser = argparse.ArgumentParser(description="Train on folders of images with Horovod.")
-    add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
-    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
-    for name, default in NUMBERS.items():
-        add(f"--{name}", type=type(default), default=default, metavar="N", help="%(default)s")
+    add = parser.add_argument
+    add_options(parser, NUMBERS)
     for name, least in TUNING.items():
         add(f"--{name}", type=type(least), metavar="N", help="default: Horovod's own")
     add("--compression", choices=("none", "fp16"), default="none", help="of gradients")
-    add("--data", type=Path, required=True, metavar="DIR", help="has one folder per class")
-    add("--model", choices=tuple(MODELS), default="cnn")
+    images_data.add_options(parser)
+    images_model.add_options(parser)
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
-    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
-    add("--output", type=Path, metavar="DIR", help="write result.json there")
-    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
     options = parser.parse_args(arguments)
+    check_numbers(parser, options, NUMBERS)
     for name, least in TUNING.items():
         if (value := getattr(options, name.replace("-", "_"))) is not None and value < least:
             parser.error(f"--{name} must be at least {least}")
+    images_model.complete(options)
     return options
 
 
@@ -74,7 +86,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     ranks.highest = lambda *values: highest(torch.tensor(values, dtype=torch.float64)).tolist()
     data, target = ImageData(options, ranks, device), options.target_accuracy or 2
     torch.manual_seed(options.seed + rank)  # all ranks get the weights of rank 0, below
-    network = make_model(options, data.channels, data.classes, device)
+    network = make_model(options, data.shape, data.classes, device)
     torch.manual_seed(options.seed * 1_000_003 + rank)  # each rank has its own dropout
     how = {"compression": getattr(hvd.Compression, options.compression), "groups": options.groups}
     optimizer, names = make_optimizer(network, options), network.named_parameters()
@@ -87,19 +99,21 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
         optimizer.load_state_dict(found.state["optimizer"])
         vars(at).update(found.state["position"])
         say(ranks, f"resumed from {found.path}: {at.epochs} epochs, {at.step} steps are done")
+    elif options.transfer:
+        images_model.transfer(network, options.transfer, ranks)
     # Not broadcast_optimizer_state: its step with gradients of zero moves weights by weight decay.
     optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0, name="optimizer"))
     hvd.broadcast_parameters(network.state_dict(), 0)
     last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
     channel.event("warm-up", steps=options.warm_up_steps)
-    channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
+    channel.event("training", step=at.step, total_steps=data.starts[-1])
     started, stop, steps = time.perf_counter() - at.train_seconds, 0, data.train_steps
     agreement, waits = StopAgreement(ranks), Waits(channel, device=device, highest=highest)
     with trace_steps(options.profile, rank, after=options.warm_up_steps) as tracing:
         while at.epochs < last and not stop:
             batches, sums = data.train_batches(at.step), torch.tensor([0, 0, 1e-9])
             network.train()
-            while at.step < (at.epochs + 1) * steps and not stop:
+            while at.step < data.starts[at.epochs + 1] and not stop:
                 began = time.perf_counter()
                 images, labels = next(batches)
                 waited, count = time.perf_counter() - began, len(labels)
@@ -144,7 +158,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
         "learning_rate": options.lr * size, "controller": "mpi" if hvd.mpi_enabled() else "gloo",
         **{f"{part}_images": count for part, count in data.images.items()},
     }  # fmt: skip
-    report(result, channel, options.output, ranks)
+    report(result, channel, options, ranks)
     end = "stopped" if stop else "done"
     text = f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s"
     say(ranks, f"{text}, {size} ranks on {device.type}")

@@ -7,7 +7,8 @@ DistributedDataParallel hides a slow rank: the backward pass takes all ranks equ
 one is the rank that waits LEAST before gradients are averaged. On few steps, the same on all ranks,
 this has them meet before each bucket of gradients, and times that: the counter `wait_seconds`. Then
 it times the averaging: `comm_seconds`, without the waiting. So it sees a rank that is slow in
-reading, in forward or in backward. The training's results stay the same to the bit.
+reading, in forward or in backward. The training's results stay the same to the bit. The sizes of
+the buckets let `hpml report` predict their averaging.
 
 Without DistributedDataParallel call `step` once in each step, and `meet` where the gradients are
 ready, before your program averages them:
@@ -32,16 +33,13 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from statistics import median
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, schedule
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     Averaged = torch.futures.Future[torch.Tensor]
     Hook = Callable[..., Averaged]  # gets the state and a bucket of gradients
 
-__all__ = ["Waits", "measure_waits", "settle_buckets", "trace_steps"]
+__all__ = ["Waits", "measure_waits", "settle_buckets"]
 
 METHOD = "ddp-comm-hook, sampled"
 COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
@@ -93,6 +91,7 @@ class Waits:
         self._durations: deque[float] = deque(maxlen=99)  # of steps that were not measured
         self._costs: deque[float] = deque(maxlen=3)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of a measured step
+        self._sizes: list[int] = []  # of its buckets
         # What this rank waited in the last measured step, and the least of all ranks: they compare
         # it when they meet in the next one, which costs nothing.
         self._waited: float | None = None
@@ -145,10 +144,16 @@ class Waits:
         if not self.is_measured:
             return hook(state, bucket)
         self.meet()
+        self._sizes.append(bucket.buffer().nbytes)
         with self.timed("comm_seconds"):
             future = hook(state, bucket)
             # Here, not in DDP later: the time is to be that of the transfer, not of its start.
             future.wait()
+        if bucket.is_last():
+            if hook is _average:  # another one may send fewer bytes
+                sizes = self._sizes
+                self._channel.gauge(gradient_bytes=sum(sizes), gradient_buckets=len(sizes))
+            self._sizes = []
         return future
 
     def _meet(self) -> float:
@@ -245,22 +250,3 @@ def _average(group: dist.ProcessGroup, bucket: GradBucket) -> Averaged:
     work = dist.all_reduce(gradients, group=group, async_op=True)
     averaged: Averaged = work.get_future().then(lambda future: future.value()[0])
     return averaged
-
-
-def trace_steps(
-    directory: Path | None, rank: int, *, after: int
-) -> profile | nullcontext[SimpleNamespace]:
-    """Return a context that traces five steps for `hpml report`; without a directory, none.
-
-    Its `step` ends a step. Mark steps with `torch.profiler.record_function("hpml.step")`, and in
-    them the wait for data with `"hpml.data"`.
-    """
-    if directory is None:
-        return nullcontext(SimpleNamespace(step=lambda: None))
-    directory.mkdir(parents=True, exist_ok=True)
-    trace = str(directory / f"trace-rank{rank}.json.gz")
-    return profile(  # the CPU, and a GPU if there is one
-        schedule=schedule(wait=after, warmup=1, active=5, repeat=1),
-        on_trace_ready=lambda found: found.export_chrome_trace(trace),
-        acc_events=True,
-    )

@@ -1,70 +1,53 @@
-"""Models of ddp_images.py and horovod_images.py, their optimizer, device and precision."""
+"""The model of ddp_images.py and horovod_images.py: its start, optimizer, rate and precision."""
 
 from __future__ import annotations
 
-import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from math import cos, gcd, pi
+from math import cos, pi
+from pathlib import Path
+from typing import Any
 
 import torch
-from images_data import JobError
 from torch import Tensor, nn
 
+import hpml_job
+from hpml_checkpoint import CheckpointError, Checkpoints, Ranks
+from hpml_job import JobError, raise_together, say
+from images_nets import MODELS
 
-def normalization(channels: int) -> nn.Module:
-    """Return a GroupNorm: the averages of a BatchNorm would differ between ranks."""
-    return nn.GroupNorm(gcd(4, channels), channels)
-
-
-def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution with its normalization and activation."""
-    return [nn.Conv2d(inputs, outputs, 3, stride, 1), normalization(outputs), nn.ReLU()]
-
-
-def cnn(channels: int, classes: int, width: int, dropout: float) -> nn.Module:
-    """Return a network of three convolutions."""
-    layers = [*convolution(channels, width), *convolution(width, 2 * width), nn.MaxPool2d(2)]
-    layers += [*convolution(2 * width, 2 * width), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(8 * width, classes))
+RATES = {  # usual learning rates of one rank, for --lr 0
+    "sgd": 0.05,
+    "nesterov": 0.05,
+    "adagrad": 0.01,
+    "adadelta": 1.0,
+    "adam": 1e-3,
+    "adamw": 1e-3,
+}
 
 
-class Residual(nn.Module):
-    """Two convolutions with a shortcut around them."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        layers = [*convolution(inputs, outputs, stride), *convolution(outputs, outputs)[:-1]]
-        # Begin as the identity: at its usual width the network did not learn otherwise.
-        nn.init.zeros_(layers[-1].get_parameter("weight"))
-        self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
-        if stride > 1 or inputs != outputs:
-            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
-            self.shortcut.append(normalization(outputs))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the sum of both paths."""
-        return nn.functional.relu(self.inner(images) + self.shortcut(images))
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the model and its optimizer that are no numbers."""
+    add = parser.add_argument
+    add("--model", choices=tuple(MODELS), default="cnn")
+    add("--optimizer", choices=tuple(hpml_job.OPTIMIZERS), default="nesterov")
+    text = "begin with the weights of a checkpoint or of a file of torch.save, but a new last layer"
+    text += "; none: do not"
+    add("--from", dest="transfer", metavar="FILE_OR_DIR", help=text)
 
 
-def resnet18(channels: int, classes: int, width: int, dropout: float) -> nn.Module:
-    """Return a ResNet-18 for small images (its first layer keeps their size); usual width 64."""
-    layers, inputs = convolution(channels, width), width
-    for stage in range(4):
-        for stride in (1 if stage == 0 else 2, 1):
-            layers.append(Residual(inputs, width << stage, stride))
-            inputs = width << stage
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout)]
-    return nn.Sequential(*layers, nn.Linear(inputs, classes))
+def complete(options: Namespace) -> None:
+    """Replace --lr 0 by the optimizer's usual rate, and --from none by nothing."""
+    options.lr = options.lr or RATES[options.optimizer]
+    options.transfer = None if options.transfer == "none" else options.transfer
 
 
-MODELS = {"cnn": cnn, "resnet18": resnet18}
-
-
-def make_model(options: Namespace, channels: int, classes: int, device: torch.device) -> nn.Module:
+def make_model(
+    options: Namespace, shape: tuple[int, ...], classes: int, device: torch.device
+) -> nn.Module:
     """Return the model for the options, some of which may be missing."""
-    sizes = channels, classes, options.width, options.dropout
+    sizes = shape, classes, options.width, options.dropout
     model = MODELS[options.model](*sizes).to(device)
     if getattr(options, "channels_last", False):
         nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
@@ -74,36 +57,25 @@ def make_model(options: Namespace, channels: int, classes: int, device: torch.de
 
 
 def make_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer: SGD with Nesterov momentum."""
-    parameters = model.parameters()
-    return torch.optim.SGD(parameters, options.lr, 0.9, weight_decay=1e-4, nesterov=True)
+    """Return the optimizer that was asked for."""
+    how = {"lr": options.lr, "weight_decay": options.weight_decay}
+    return hpml_job.make_optimizer(options.optimizer, model.parameters(), **how)
 
 
 def learning_rate(step: int, epoch_steps: int, world_size: int, options: Namespace) -> float:
-    """Return the rate of a step: from that of one rank to that of all, then a cosine to 0."""
+    """Return the rate of a step: from that of one rank to that of all, then a cosine to 0.
+
+    With --batch-schedule it stays after the warm-up: the batch grows instead (Smith et al. 2018).
+    """
     # The global batch grows with the ranks, and the rate with it; at first that would diverge, so
     # the warm-up begins with the rate of a single rank (Goyal et al. 2017).
     warm_up, total = options.lr_warmup_epochs * epoch_steps, options.epochs * epoch_steps
     if step < warm_up:
         return float(options.lr * (1 + (world_size - 1) * step / warm_up))
+    if getattr(options, "batch_schedule", None):
+        return float(options.lr * world_size)
     part = min(1.0, (step - warm_up) / max(1, total - warm_up))
     return float(options.lr * world_size * 0.5 * (1 + cos(pi * part)))
-
-
-def choose_device(options: Namespace) -> torch.device:
-    """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
-    device, choice = torch.device("cpu"), getattr(options, "device", "auto")
-    if choice != "cpu" and torch.cuda.is_available():
-        # If only one GPU is visible, the launcher gave each rank its own.
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    elif choice == "cuda":
-        raise JobError("--device cuda: PyTorch sees no GPU here")
-    if getattr(options, "amp", "") == "auto":  # GPUs from Ampere on are fast in bfloat16
-        is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        options.amp = "bf16" if is_fast else "fp16" if device.type == "cuda" else "off"
-    return device
 
 
 def precision_of(
@@ -113,3 +85,57 @@ def precision_of(
     half = torch.float16 if options.amp == "fp16" else torch.bfloat16
     autocast = partial(torch.autocast, device.type, half, enabled=options.amp != "off")
     return autocast, torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
+
+
+def transfer(network: nn.Module, source: str, ranks: Ranks) -> None:
+    """Give a network the weights of another training, all but those of its last layer.
+
+    Args:
+        network: has a Linear as its last layer.
+        source: a directory of checkpoints, or a file with a state dict.
+        ranks: that call it together, each of which reads the file.
+
+    Raises:
+        JobError: the weights cannot be read, or belong to another model; on all ranks.
+    """
+    problem, own, needed = "", network.state_dict(), dict[str, Tensor]()
+    weight, bias = list(own)[-2:]  # of the last layer
+    try:
+        there = read_weights(Path(source), ranks)
+        for name in [name for name in own if name not in {weight, bias}]:
+            if name not in there or there[name].shape != own[name].shape:
+                shape = f"{[*there[name].shape]} there" if name in there else "missing there"
+                shown = f"{name} is {shape}, {[*own[name].shape]} here"
+                raise JobError(f"{shown}: --model, --width, --size or the colours differ")
+            needed[name] = there.pop(name)
+    except CheckpointError:
+        raise  # on all ranks
+    except Exception as error:  # noqa: BLE001 - unpickling raises many kinds
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        problem = f"--from {source}: {reason}"
+    raise_together(ranks, problem)
+    network.load_state_dict({**own, **needed})
+    count = sum(value.numel() for value in needed.values())
+    text = f"took {len(needed)} tensors, {count:,} weights; new: {weight}, {bias}"
+    left = f"; not used: {', '.join(there)}" if there else ""
+    say(ranks, f"from {source}: {text}{left}")
+
+
+def read_weights(source: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the state dict of a network in a file, or in the newest checkpoint of a directory."""
+    if ranks.gather(source.is_dir())[0]:  # `latest` is a call of all ranks
+        latest = Checkpoints(source, ranks=ranks).latest()
+        found: Any = latest and latest.state
+    else:
+        found = torch.load(source, map_location="cpu", weights_only=True)
+    for key in ("state", "network", "model", "state_dict"):  # where programs keep it
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not found or not isinstance(found, dict):
+        raise JobError("there is no checkpoint and no state dict")
+    # What DistributedDataParallel and torch.compile put in front of the names.
+    return {
+        str(name).removeprefix("module.").removeprefix("_orig_mod."): value
+        for name, value in found.items()
+        if isinstance(value, Tensor)
+    }

@@ -2,12 +2,16 @@
 
     python make_trees.py trees.npz
     python make_trees.py trees.npz --trees 6000 --noise 0.1
+    python make_trees.py trees.npz --las scans    # your own: scans/SPECIES/*.las or *.laz
 
 No measurement is in them: each tree is a trunk and branches with random sizes, and a species is the
 shape of its crown, the height of its trunk and the angle of its branches. Sizes overlap. A beam
 ends at the first thing that it hits, so what is behind it is missing; distances have an error, and
 some points are stray. The file has `points` (trees, 1024, 3; metres, z up), `labels` and `species`.
 It appears complete or not at all. The same options write the same trees.
+
+With --las each file of a directory SPECIES is the scan of one tree, of any number of points, of
+which POINTS are drawn. It needs laspy: pip install "laspy[lazrs]".
 """
 
 from __future__ import annotations
@@ -146,13 +150,47 @@ def _turn(trees: Floats, random: np.random.Generator) -> Floats:
     return np.stack((*turned, z), 2)
 
 
-def write_trees(file: Path, points: Floats, labels: Integers) -> None:
+def read_scans(directory: Path, seed: int) -> tuple[Floats, Integers, tuple[str, ...]]:
+    """Return points (trees, POINTS, 3), labels and species of DIRECTORY/SPECIES/*.las and *.laz.
+
+    The points of a tree are drawn at random; those of a scan with fewer than POINTS repeat.
+
+    Raises:
+        ValueError: there is no scan, or one cannot be read.
+    """
+    try:
+        import laspy  # noqa: PLC0415 - optional
+    except ImportError:
+        raise ValueError("--las needs laspy: pip install 'laspy[lazrs]'") from None
+    files = sorted(one for one in directory.glob("*/*") if one.suffix.lower() in (".las", ".laz"))
+    if not files:
+        raise ValueError(f"--las {directory}: there is no {directory}/SPECIES/*.las or *.laz")
+    species = tuple(sorted({one.parent.name for one in files}))
+    points = np.empty((len(files), POINTS, 3), np.float32)
+    for number, file in enumerate(files):
+        try:
+            scan = np.asarray(laspy.read(file).xyz)
+        except Exception as error:  # noqa: BLE001 - laspy raises what its parsers meet
+            raise ValueError(f"{file}: {error or type(error).__name__}") from None
+        if not len(scan):
+            raise ValueError(f"{file}: has no points")
+        random = np.random.default_rng((seed, number))
+        order = random.permutation(len(scan))
+        # In float64: map coordinates have seven digits, of which float32 would lose the shape.
+        drawn = scan[np.resize(order, POINTS)]
+        points[number] = drawn - [*scan[:, :2].mean(0), scan[:, 2].min()]
+    return points, np.array([species.index(one.parent.name) for one in files]), species
+
+
+def write_trees(
+    file: Path, points: Floats, labels: Integers, species: tuple[str, ...] = SPECIES
+) -> None:
     """Write a file, complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(fd, "wb") as stream:
-            np.savez(stream, points=points, labels=labels, species=np.array(SPECIES))
+            np.savez(stream, points=points, labels=labels, species=np.array(species))
         Path(temporary).chmod(0o644)
         Path(temporary).rename(file)
     except BaseException:
@@ -164,6 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="where to write them, an .npz file")
+    parser.add_argument("--las", type=Path, metavar="DIR", help="read scans: DIR/SPECIES/*.las")
     parser.add_argument("--trees", type=int, default=2400, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--noise", type=float, default=0.05, metavar="METRES", help="of a distance")
@@ -171,11 +210,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.trees < 1 or options.seed < 0 or not 0 <= options.noise < np.inf:
         parser.error("--trees must be 1 or more, --seed and --noise 0 or more")
     try:
-        write_trees(options.file, *make_trees(options.trees, options.seed, options.noise))
-    except OSError as error:
-        print(f"make_trees.py: error: {options.file}: {error.strerror}", file=sys.stderr)
+        if options.las is not None:
+            trees = read_scans(options.las, options.seed)
+        else:
+            trees = *make_trees(options.trees, options.seed, options.noise), SPECIES
+        write_trees(options.file, *trees)
+    except (OSError, ValueError) as error:
+        reason = f"{options.file}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"make_trees.py: error: {reason}", file=sys.stderr)
         return 2
-    print(f"wrote {options.trees} synthetic trees of {len(SPECIES)} species to {options.file}")
+    kind = "synthetic trees" if options.las is None else "scanned trees"
+    print(f"wrote {len(trees[0])} {kind} of {len(trees[2])} species to {options.file}")
     return 0
 
 

@@ -3,9 +3,9 @@
     python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
 
 Each rank gets a separate network namespace, with a virtual cable to a bridge; `tc` limits what it
-sends. Nothing outside of these namespaces is touched, and they end with the ranks. It needs Linux
-with `ip`, `tc`, `unshare` and `nsenter`, and root or user namespaces. hpml's channel does not reach
-into the namespaces: the script has to write its figures to result.json.
+sends and gets. Nothing outside of these namespaces is touched, and they end with the ranks. It
+needs Linux with `ip`, `tc`, `unshare` and `nsenter`, and root or user namespaces. hpml's channel
+does not reach into the namespaces: the script has to write its figures to result.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     """Start the ranks and wait for them; return the highest of their exit statuses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mbit", type=float, required=True, help="Mbit/s that each rank can send")
+    parser.add_argument("--mbit", type=float, required=True, help="Mbit/s of each rank's link")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     options = parser.parse_args()
     if options.ranks < 1 or options.mbit <= 0 or not options.command:
@@ -103,6 +103,7 @@ def _start(rank: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     burst = max(16, int(options.mbit * 1000 / 8 / 250))  # KiB that pass at full speed, per 4 ms
     limit = f"tbf rate {options.mbit:g}mbit burst {burst}kb latency 300ms"
     _run(f"{within} tc qdisc add dev eth0 root {limit}")
+    _run(f"tc qdisc add dev cable{rank} root {limit}")  # what the rank gets
     return process
 
 

@@ -11,10 +11,6 @@ the CPU (gloo). `hpml new trees DIR` copies it with the files that it needs.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import sys
 import time
 from argparse import Namespace
 from functools import partial
@@ -27,56 +23,57 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+import hpml_job
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
-from hpml_waits import measure_waits, trace_steps
+from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
+from hpml_job import say
+from hpml_profile import trace_steps
+from hpml_waits import measure_waits, settle_buckets
 from trees_data import load_data
 from trees_model import MODELS
 
 NUMBERS = {  # options that are numbers
-    "trees": 2400,  # to make if there is no --data
-    "epochs": 8, "batch-size": 32,  # trees per rank and step
-    "points": 128,  # of a tree in a training step, drawn at random; a test uses all
-    "width": 32, "lr": 0.05, "lr-warmup-steps": 20, "weight-decay": 1e-4, "clip": 1.0,
-    "jitter": 0.02, "seed": 1,  # jitter: noise of each coordinate; a tree's size is 1
-    "log-every": 20, "eval-every": 2, "checkpoint-every": 100,  # steps, epochs, steps
-    "warm-up-steps": 20,  # the first, which samples/s leaves out
-}  # fmt: skip
+    "trees": (2400, 1, "to make if there is no --data"),
+    "epochs": (8, 1, "length of the training"),
+    "batch-size": (32, 1, "trees per rank and step"),
+    "points": (128, 1, "of a tree in a training step, drawn at random; a test uses all"),
+    "width": (32, 1, "of the model"),
+    "lr": (0.05, 0, "learning rate"),
+    "lr-warmup-steps": (20, 0, "steps to reach it"),
+    "weight-decay": (1e-4, 0, ""),
+    "regularizer": (0.001, 0, "weight of --feature-tnet's distance from an orthogonal matrix"),
+    "clip": (1.0, 0, "longest gradient"),
+    "jitter": (0.02, 0, "noise of each coordinate; a tree's size is 1"),
+    "seed": (1, 0, "of weights, trees and their order"),
+    "log-every": (20, 1, "steps"),
+    "eval-every": (2, 1, "epochs"),
+    "checkpoint-every": (100, 1, "steps"),
+    "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
+}
 # With others it is another training; the number of ranks and --batch-size may change together.
 SAME = "epochs points width lr lr_warmup_steps weight_decay clip jitter seed model".split()
+SAME += ["feature_tnet", "regularizer"]
+REPORTED = ("model", "feature_tnet", "amp", "target_accuracy")
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
     """Return the options of the command line; exits with 2 if they make no sense."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=about)
     add = parser.add_argument  # without the usage an error is one line
     add("--data", type=Path, metavar="FILE", help="written by make_trees.py; else made in memory")
-    for name, default in NUMBERS.items():
-        add(f"--{name}", type=type(default), default=default, metavar="N", help="%(default)s")
+    hpml_job.add_options(parser, NUMBERS)
     add("--model", choices=tuple(MODELS), default="pointnet", help="box: knows the size only")
+    add("--feature-tnet", action="store_true", help="also transform the points' features")
     add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs with it")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
-    saved = os.environ.get("HPML_CHECKPOINT_DIR") or None
-    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save, and resume there")
-    add("--output", type=Path, metavar="DIR", help="write result.json there")
-    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
-    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
     options = parser.parse_args(arguments)
-    for name in (*NUMBERS, "target-accuracy"):
-        value = getattr(options, name.replace("-", "_"))
-        least = 0 if name in {"warm-up-steps", "weight-decay", "seed", "jitter"} else 1e-9
-        if value is not None and not least <= value < math.inf:
-            parser.error(f"--{name} {value} is not {'0 or ' if not least else ''}above 0")
+    hpml_job.check_numbers(parser, options, NUMBERS)
+    if options.feature_tnet and options.model != "pointnet":
+        parser.error(f"--feature-tnet: is a part of --model pointnet, not of {options.model}")
+    if options.target_accuracy is not None and not 0 < options.target_accuracy <= 1:
+        parser.error(f"--target-accuracy {options.target_accuracy} must be above 0 and at most 1")
     return options
-
-
-def learning_rate(step: int, steps: int, options: Namespace) -> float:
-    """Return the rate of a step: up to --lr, then a cosine to 0; only the step decides."""
-    warm_up = options.lr_warmup_steps
-    part = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
-    rate = options.lr * min(1.0, (step + 1) / warm_up)
-    return float(rate * 0.5 * (1 + math.cos(math.pi * part)))
 
 
 class Run:
@@ -86,11 +83,13 @@ class Run:
         self.options, self.channel, self.device, self.ranks = options, channel, device, Ranks()
         self.data = data = load_data(options, self.ranks)
         torch.manual_seed(options.seed)  # the same weights on all ranks
-        self.network = MODELS[options.model](len(data.species), options.width).to(device)
+        more = {"feature_tnet": True} if options.feature_tnet else {}
+        self.network = MODELS[options.model](len(data.species), options.width, **more).to(device)
         self.model = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
+        settle_buckets(self.model, torch.zeros(1, options.points, 3, device=device))
         measure_waits(self.model, channel)
-        weights, decay = self.network.parameters(), options.weight_decay
-        self.optimizer = torch.optim.SGD(weights, options.lr, 0.9, 0, decay, nesterov=True)
+        how = {"lr": options.lr, "weight_decay": options.weight_decay}
+        self.optimizer = hpml_job.make_optimizer("nesterov", self.network.parameters(), **how)
         is_bf16 = options.amp == "bf16"
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
         # By epoch: seconds, accuracy and loss on the validation part.
@@ -102,11 +101,6 @@ class Run:
             to, ranks = options.checkpoint, self.ranks
             self.checkpoints = Checkpoints(to, job=job, channel=channel, ranks=ranks)
 
-    def say(self, text: str) -> None:
-        """Print a line, on rank 0 only."""
-        if self.ranks.rank == 0:
-            print(text, flush=True)
-
 
 def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
     """Take one step of the optimizer; return this rank's loss, to be averaged over the ranks."""
@@ -115,6 +109,8 @@ def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
         scores = run.model(clouds.to(run.device))
     # The sum over all ranks divided by their trees: a last batch may be uneven.
     loss = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
+    if run.options.feature_tnet:
+        loss = loss + run.options.regularizer * run.network.feature_tnet.penalty
     loss = loss * (run.ranks.world_size / count)  # DDP divides by the world size
     loss.backward()
     # After backward, in which DDP has averaged: all ranks clip the same gradient.
@@ -165,7 +161,7 @@ def load(run: Run) -> int:
 
 
 # One loop to read from top to bottom, and to change.
-def train(options: Namespace, channel: Channel, device: torch.device) -> None:
+def train(options: Namespace, channel: Channel, device: torch.device) -> None:  # noqa: PLR0915
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     run = Run(options, channel, device)
     data, ranks, steps = run.data, run.ranks, options.epochs * run.data.steps_per_epoch
@@ -173,7 +169,8 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
     steady, samples, seconds, rate = step + options.warm_up_steps, 0, 0.0, None
     validated, tested = (len(data.parts[part][1]) for part in ("validation", "test"))
     trees = f"{len(data.targets)} trees to train with, {validated} to validate, {tested} to test"
-    run.say(f"{options.model}, {ranks.world_size} ranks, {trees}, {step} of {steps} steps are done")
+    text = f"{options.model}, {ranks.world_size} ranks, {trees}"
+    say(ranks, f"{text}, {step} of {steps} steps are done")
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=steps)
     agreement = StopAgreement(ranks)
@@ -186,7 +183,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
                     batch = data.batch_of(step)
                 waited = time.perf_counter() - mark
                 for group in run.optimizer.param_groups:
-                    group["lr"] = learning_rate(step, steps, options)
+                    group["lr"] = hpml_job.learning_rate(step, steps, options)
                 loss = train_step(run, batch)
             step += 1
             epoch, place = divmod(step, data.steps_per_epoch)
@@ -194,7 +191,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
             if is_due:
                 loss = loss.cpu() / ranks.world_size  # waits for the GPU
                 dist.all_reduce(loss)
-                run.say(f"step {step}: loss {loss:.4f}")
+                say(run.ranks, f"step {step}: loss {loss:.4f}")
             took = time.perf_counter() - mark
             if step > steady:
                 samples, seconds = samples + batch[2], seconds + took
@@ -211,17 +208,18 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
                 run.evaluations[epoch] = time.perf_counter() - run.started, accuracy, mean
                 channel.gauge(accuracy=accuracy)
                 channel.event("evaluation", accuracy=accuracy, epoch=epoch)
-                run.say(f"epoch {epoch}: validation accuracy {accuracy:.4f}, loss {mean:.4f}")
+                text = f"validation accuracy {accuracy:.4f}, loss {mean:.4f}"
+                say(ranks, f"epoch {epoch}: {text}")
             if step % options.checkpoint_every == 0:
                 save(run, saved := step)
     if step > saved:
         save(run, step)
     if stop:
         channel.event("stopping", step=step)
-    report(run, step, rate, stopped=step < steps)
+    report_end(run, step, rate, stopped=step < steps)
 
 
-def report(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
+def report_end(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
     """Print, write and send the final figures."""
     options, evaluated, target = run.options, run.evaluations, run.options.target_accuracy
     reached = [at for at, one, _ in evaluated.values() if target and one >= target]
@@ -230,10 +228,10 @@ def report(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
     if not stopped:  # once, at the end: the test trees must not decide how long to train
         with run.channel.timed("evaluation_seconds"):
             test_accuracy, test_loss, table = evaluate(run, "test")
-        run.say(f"test accuracy {test_accuracy:.4f}, loss {test_loss:.4f}")
+        say(run.ranks, f"test accuracy {test_accuracy:.4f}, loss {test_loss:.4f}")
     total = time.perf_counter() - run.started
     result = {
-        **{name: getattr(options, name) for name in ("model", "amp", "target_accuracy")},
+        **{name: getattr(options, name) for name in REPORTED},
         "validation_accuracy": accuracy, "validation_loss": loss,
         "test_accuracy": test_accuracy, "test_loss": test_loss,
         "seconds_to_accuracy": min(reached, default=None),
@@ -242,58 +240,18 @@ def report(run: Run, step: int, rate: float | None, *, stopped: bool) -> None:
         "steps": step,
         "world_size": run.ranks.world_size, "batch_size_per_rank": options.batch_size,
         "parameters": sum(one.numel() for one in run.network.parameters()),
-        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu",
+        "device": hpml_job.device_name(run.device),
         "stopped": stopped,
     }  # fmt: skip
-    if run.ranks.rank == 0:
-        run.channel.result(**result)
-    if run.ranks.rank == 0 and options.output is not None:
-        more = {"species": run.data.species, "confusion": table, "evaluations": evaluated}
-        aside = options.output / ".result.json.new"
-        aside.write_text(json.dumps({**result, **more}, indent=1))
-        aside.replace(options.output / "result.json")
+    more = {"species": run.data.species, "confusion": table, "evaluations": evaluated}
+    hpml_job.report(result, run.channel, options, run.ranks, **more)
     verb, speed = ("stopped" if stopped else "done"), "-" if rate is None else f"{rate:.0f}"
-    run.say(f"{verb}: {step} steps in {total:.1f} s, {speed} trees/s")
-
-
-def choose_device(options: Namespace) -> torch.device:
-    """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
-    device = torch.device("cpu")
-    if options.device != "cpu" and torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    elif options.device == "cuda":
-        raise ValueError("--device cuda: PyTorch sees no GPU here")
-    if options.amp == "auto":
-        is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        options.amp = "bf16" if is_fast else "off"
-    return device
+    say(run.ranks, f"{verb}: {step} steps in {total:.1f} s, {speed} trees/s")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Join the other ranks, train, and end with 0, or with 2 and a line that names the reason."""
-    options, channel, status = parse(arguments), Channel.from_env(), 0
-    channel.event("rendezvous")
-    if "RANK" not in os.environ:  # alone
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        os.environ.update(alone)
-    try:
-        device = choose_device(options)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        channel.event("preparation")
-        train(options, channel, device)
-    except (CheckpointError, ValueError) as error:
-        status = 2
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-    channel.close()
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # the ranks meet a last time
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
+    hpml_job.run(train, parse(arguments))
 
 
 if __name__ == "__main__":

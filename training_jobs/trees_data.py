@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpml_checkpoint import Ranks
+from hpml_job import JobError, make_directories, raise_together
 from make_trees import SPECIES, Floats, Integers, make_trees
 
 
@@ -98,19 +99,17 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
     """Return the data of this rank, and make the directories of the results.
 
     Raises:
-        ValueError: that is impossible on one rank; it is raised on all, so that none waits for it.
+        JobError: that is impossible on one rank; it is raised on all, so that none waits for it.
     """
     data, problem, size = None, "", 0
     try:
         data = Data(options, ranks)
         size = len(data.targets)
-        for directory in filter(None, (options.output, options.profile)):
-            directory.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         problem = str(error)
     # Ranks that see different files would take different numbers of steps, and some wait for ever.
-    problems, sizes = zip(*ranks.gather((problem, size)))  # noqa: B905 - Python 3.9
-    if data is None or any(problems) or len(set(sizes)) > 1:
-        different = f"--data {options.data}: ranks see different numbers of trees, {set(sizes)}"
-        raise ValueError(next(filter(None, problems), different))
+    raise_together(ranks, problem)
+    if data is None or len(sizes := set(ranks.gather(size))) > 1:
+        raise JobError(f"--data {options.data}: ranks see different numbers of trees, {sizes}")
+    make_directories(options, ranks)
     return data

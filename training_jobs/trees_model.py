@@ -1,4 +1,4 @@
-"""PointNet with a T-Net, and a network that gets the size of a tree only; used by trees.py."""
+"""PointNet with one or two T-Nets, and a network that gets only the size of a tree; of trees.py."""
 
 from __future__ import annotations
 
@@ -19,38 +19,60 @@ def layers(*widths: int) -> nn.Sequential:
 
 
 class TNet(nn.Module):
-    """Transforms a cloud by a 3x3 matrix computed from it, the identity before training."""
+    """Transforms the values of each point by a matrix computed from all points of its tree.
 
-    def __init__(self, width: int) -> None:
+    The matrix is the identity before training.
+
+    Attributes:
+        penalty: of the last clouds, how far their matrices are from orthogonal: the sum over the
+            trees of the squared Frobenius norm of I - A A^T.
+    """
+
+    penalty: Tensor
+
+    def __init__(self, values: int, width: int) -> None:
         super().__init__()
-        self.points = layers(3, width, 2 * width, 4 * width)
+        self.values = values
+        self.points = layers(values, width, 2 * width, 4 * width)
         self.cloud = layers(4 * width, 2 * width)
-        self.matrix = nn.Linear(2 * width, 9)
+        self.matrix = nn.Linear(2 * width, values * values)
         nn.init.zeros_(self.matrix.weight)
         nn.init.zeros_(self.matrix.bias)
 
     def forward(self, cloud: Tensor) -> Tensor:
-        """Return the changed points (trees, points, 3)."""
-        matrix = self.matrix(self.cloud(self.points(cloud).amax(1))).view(-1, 3, 3)
-        turned: Tensor = cloud @ (matrix + torch.eye(3, device=matrix.device, dtype=matrix.dtype))
+        """Return the changed values (trees, points, values)."""
+        matrix = self.matrix(self.cloud(self.points(cloud).amax(1)))
+        one = torch.eye(self.values, device=matrix.device, dtype=matrix.dtype)
+        matrix = matrix.view(-1, self.values, self.values) + one
+        with torch.autocast(cloud.device.type, enabled=False):  # a small difference of large sums
+            exact = matrix.float()
+            self.penalty = (exact @ exact.mT - one.float()).square().sum()
+        turned: Tensor = cloud @ matrix
         return turned
 
 
 class PointNet(nn.Module):
     """T-Net, features of each point, their maximum over the points, and a classifier.
 
-    The maximum does not depend on the order of the points, nor much on their number.
+    The maximum does not depend on the order of the points, nor much on their number. With
+    `feature_tnet` a second T-Net transforms the features of a point: 64x64 with a width of 64.
     """
 
-    def __init__(self, classes: int, width: int) -> None:
+    def __init__(self, classes: int, width: int, *, feature_tnet: bool = False) -> None:
         super().__init__()
-        self.tnet = TNet(width // 2)
+        self.tnet = TNet(3, width // 2)
         self.points = layers(3, width, width, 2 * width, 8 * width)
+        self.feature_tnet = TNet(width, width // 2) if feature_tnet else None
         self.classify = nn.Sequential(layers(8 * width, 2 * width), nn.Linear(2 * width, classes))
 
     def forward(self, cloud: Tensor) -> Tensor:
         """Return the scores of the classes (trees, classes) for points (trees, points, 3)."""
-        scores: Tensor = self.classify(self.points(self.tnet(cloud)).amax(1))
+        points = self.tnet(cloud)
+        if self.feature_tnet is None:
+            points = self.points(points)
+        else:  # after two layers: each has three modules
+            points = self.points[6:](self.feature_tnet(self.points[:6](points)))
+        scores: Tensor = self.classify(points.amax(1))
         return scores
 
 

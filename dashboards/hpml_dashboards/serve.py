@@ -26,7 +26,7 @@ from typing import Any
 
 from hpml_dashboards import JSON
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.address import LOCAL_NAMES, opener_for, split_login
+from hpml_orchestrator.jobfile.address import LOCAL_NAMES, opener_for, split_login
 
 DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"
@@ -67,7 +67,7 @@ class PrometheusServer:
 
     Args:
         url: its address, with a path if it has one.
-        authorization: the header that it wants, from `spec.address.read_credentials`.
+        authorization: the header that it wants, from `jobfile.address.read_credentials`.
 
     Raises:
         InputError: it is not an HTTP address.

@@ -16,27 +16,30 @@ from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.check.submission import submit_checked
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
+from hpml_orchestrator.jobfile.ages import parse_since
+from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose, cluster_here
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.dashboard import state_json
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import state_of
-from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.ages import parse_since
-from hpml_orchestrator.spec.load import ResolvedJob, load_job, read_fields
 from hpml_orchestrator.sweeps.plan import check_extra, resolve
 
 if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.reporting import SweepReport
 
 _log = logging.getLogger("hpml_orchestrator")
+
+_NO_FILE = "make_job(…)"
+"""In place of a job file's name."""
 
 
 def _expect(valid: bool, field: str, value: object, right: str) -> None:
@@ -59,64 +62,58 @@ def _seconds(timeout: float | None) -> float:
     return float("inf") if timeout is None else timeout
 
 
-class Job:
-    """A job to submit, validated as a job file is.
+def make_job(**fields: object) -> Job:
+    """Return a job, which is checked as a job file is.
 
-    The fields are those of a job file. Relative paths start at the current directory.
-
-    Attributes:
-        name: of the job; like the other attributes it cannot be changed.
-        source: the job file, or a path in the current directory that does not exist.
-        resolve: returns the complete job, with the fields of the site profile `site`.
+    Args:
+        fields: those of a job file; relative paths start at the current directory.
 
     Raises:
         InputError: a field is wrong; the message names every one.
 
-    >>> from hpml_orchestrator import Job
-    >>> Job(name="fit", command=["true"], resources={"nodes": 2, "time": "10m"})
-    Job('fit')
+    >>> from hpml_orchestrator import make_job
+    >>> make_job(name="fit", command=["true"], resources={"nodes": 2, "time": "10m"}).resources.time
+    600
     """
+    texts = {name: str(one) if isinstance(one, Path) else one for name, one in fields.items()}
+    return load_job(Path.cwd() / _NO_FILE, fields=texts).job
 
-    name: str
-    source: Path
-    resolve: partial[ResolvedJob]
 
-    def __init__(self, **fields: object) -> None:
-        texts = {name: str(one) if isinstance(one, Path) else one for name, one in fields.items()}
-        self._set(partial(load_job, Path.cwd() / "Job(…)", fields=texts))  # as if in a file
+def _said(written: Json, defaults: Json) -> Json:
+    """Return the fields of a job without those that are empty, which a site profile may fill."""
+    return {
+        name: _said(value, defaults[name]) if isinstance(value, dict) and value else value
+        for name, value in written.items()
+        if value not in (None, [], {}) or value != defaults.get(name)
+    }
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuse a change, which would not affect the job that is submitted."""
-        raise AttributeError(f"{name}: a Job cannot be changed; make another one")
 
-    @classmethod
-    def from_file(cls, path: str | Path, settings: Mapping[str, object] | None = None) -> Job:
-        """Return the job of a job file, which must exist; it is read once.
-
-        Args:
-            path: a YAML or TOML file; relative paths in it start at its directory.
-            settings: fields to change and their values, such as `{"resources.nodes": 4}`.
-        """
-        _expect(isinstance(path, str | Path), "path", path, "the path of a job file")
-        right = 'a dictionary such as {"resources.nodes": 4}'
-        valid = isinstance(settings or {}, Mapping) and all(
-            isinstance(one, str) for one in settings or ()
-        )
-        _expect(valid, "settings", settings, right)
-        source, job = Path(path).expanduser().absolute(), cls.__new__(cls)
-        changes = [*(settings or {}).items()]
-        # The file is read here and now. An edit between this call and `submit` must not change a
-        # Job, which promises to be immutable.
-        cls._set(job, partial(load_job, source, changes, fields=read_fields(source)))
-        return job
-
-    def _set(self, resolve: partial[ResolvedJob]) -> None:
-        resolved = resolve()
-        # Past __setattr__, which refuses every change.
-        vars(self).update(resolve=resolve, source=resolved.source, name=resolved.job.name)
-
-    def __repr__(self) -> str:
-        return f"Job({self.name!r})"
+def _load(
+    job: Job | str | Path, settings: Mapping[str, object] | None, site: str | Path, *, local: bool
+) -> ResolvedJob:
+    """Return a job, complete with the fields of the site profile."""
+    valid = isinstance(settings or {}, Mapping) and all(
+        isinstance(one, str) for one in settings or ()
+    )
+    _expect(valid, "settings", settings, 'a dictionary such as {"resources.nodes": 4}')
+    _expect(isinstance(site, str | Path), "site", site, "the path of a site profile, or `none`")
+    _expect(isinstance(local, bool), "local", local, "True or False")
+    load = partial(
+        load_job,
+        site=str(site) or os.environ.get("HPML_SITE", ""),
+        backend=choose("local" if local else "auto"),
+    )
+    if not isinstance(job, Job):
+        _expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
+        return load(Path(job).expanduser(), [*(settings or {}).items()])
+    right = "left out for a Job, which `dataclasses.replace` changes"
+    _expect(not settings, "settings", settings, right)
+    try:
+        fields = _said(job.to_json(), Job.written_defaults())
+    except ValueError as error:
+        hint = "make_job(…) takes the values of a job file"
+        raise InputError(str(error), field="job", hint=hint) from error
+    return load(Path.cwd() / _NO_FILE, fields=fields)
 
 
 class Run:
@@ -241,6 +238,7 @@ class Run:
 def submit(
     job: Job | str | Path,
     *,
+    settings: Mapping[str, object] | None = None,
     site: str | Path = "",
     local: bool = False,
     check: bool = True,
@@ -250,6 +248,7 @@ def submit(
 
     Args:
         job: the job, or the path of its job file.
+        settings: fields of the job file to change, such as `{"resources.nodes": 4}`.
         site: the only site profile to use, or `none`; default: as `hpml` finds profiles.
         local: whether to run it on this machine; default: on Slurm if `sbatch` is on PATH.
         check: whether to check the job first, as `hpml check` does.
@@ -262,23 +261,17 @@ def submit(
             again. `list_runs` finds it, `hpml submit --resume` completes its submission.
         RecordError: the records cannot be written.
     """
-    if not isinstance(job, Job):
-        _expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
-        job = Job.from_file(job)
-    for name, value in (("local", local), ("check", check)):
-        _expect(isinstance(value, bool), name, value, "True or False")
-    _expect(isinstance(site, str | Path), "site", site, "the path of a site profile, or `none`")
-    store, backend = _store(records), choose("local" if local else "auto")
-    chosen = str(site) or os.environ.get("HPML_SITE", "")
-    profile = site_for(job.source, os.environ, chosen=chosen, backend=backend)
-    rendered = render_job(job.resolve(site=profile), site=profile, here=backend == "local")
-    submission = submit_checked(store, rendered, backend, checked=check, notice=_log.warning)
+    _expect(isinstance(check, bool), "check", check, "True or False")
+    store = _store(records)
+    rendered = render_job(_load(job, settings, site, local=local))
+    submission = submit_checked(store, rendered, checked=check, notice=_log.warning)
     return Run(submission, records=store.root)
 
 
 def run(
     job: Job | str | Path,
     *,
+    settings: Mapping[str, object] | None = None,
     site: str | Path = "",
     local: bool = False,
     check: bool = True,
@@ -292,7 +285,7 @@ def run(
         WaitTimeoutError: it has not ended after `timeout` seconds; it continues.
     """
     _seconds(timeout)  # refuse a wrong timeout before a job exists
-    submitted = submit(job, site=site, local=local, check=check, records=records)
+    submitted = submit(job, settings=settings, site=site, local=local, check=check, records=records)
     submitted.wait(timeout)
     return submitted
 

@@ -12,7 +12,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.site.model import Site
 
 _CUT_OFF = {"reason": "the job ended before all was measured", "failed": True}
 

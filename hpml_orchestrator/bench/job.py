@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.texts import first_few
@@ -21,11 +22,10 @@ from hpml_orchestrator.scheduler.local.resources import (
     short_hostname,
 )
 from hpml_orchestrator.scheduler.nodelist import MAX_NODES, expand, fold
-from hpml_orchestrator.script.render import own_interpreter
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-    from hpml_orchestrator.spec.job import Job
 
 SECONDS = 110.0
 """After which the measuring program ends; with its start that is two minutes."""

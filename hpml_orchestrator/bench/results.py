@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.devices import specification
-from hpml_orchestrator.diagnosis.model import Peaks
+from hpml_orchestrator.diagnosis.model import AllReduce, Peaks
+from hpml_orchestrator.diagnosis.models import fit_allreduce
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.scheduler.nodelist import expand
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
-    from hpml_orchestrator.spec.site import ResolvedSite, Site
+    from hpml_orchestrator.site.model import ResolvedSite, Site
 
 _KEPT_PER_NODE = 50
 _SHARED = "shared.read"
@@ -282,6 +283,9 @@ def peaks_for(
     if not of_gpu:
         return specified
     measured = _peaks_of(list({made.node: made for made in of_gpu}.values()), gpu)
+    # Without GPUs a job uses gloo, which the bench of a node with GPUs does not measure.
+    alike = [made for made in reversed(of_gpu) if bool(made.gpus) == bool(gpu)]
+    measured = replace(measured, allreduce=fits(alike))
     if specified is None:
         return measured
     # Without PyTorch the GPUs were not measured.
@@ -295,6 +299,24 @@ def peaks_for(
     )
 
 
+def fits(measured: Iterable[Measurement]) -> dict[str, list[AllReduce]]:
+    """Return latency and bandwidth of all-reduce, by `node` and `nodes`.
+
+    Args:
+        measured: the preferred first; one of each number of ranks is returned, in this order.
+    """
+    found: dict[str, dict[int, AllReduce]] = {}
+    for made in measured:
+        for name, points in made.curves.items():
+            ranks = max((ranks for ranks, _, _ in points), default=0)
+            # With too few sizes nothing can be fitted.
+            with contextlib.suppress(InputError, ZeroDivisionError):
+                if ranks and ranks not in found.get(name, ()):
+                    fit = fit_allreduce(*map(list, zip(*points, strict=True)))
+                    found.setdefault(name, {})[ranks] = fit
+    return {name: [*of_ranks.values()] for name, of_ranks in found.items()}
+
+
 def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> Peaks | None:
     """Return the peaks of a run's nodes, as far as measured or specified.
 
@@ -305,12 +327,16 @@ def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> P
     """
     named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
     gpus = [gpu.name for node in facts.nodes for gpu in node.gpus]
-    return peaks_for(
+    peaks = peaks_for(
         list(dict.fromkeys(filter(None, named))),
         gpus[0] if gpus else "",
         directories=directories_of(records, site.sources if site else []),
         site=site.site if site else None,
     )
+    if peaks is not None and facts.gpu_count and not gpus:
+        # Which GPUs it had is unknown: neither the processor's peak nor gloo's is theirs.
+        return replace(peaks, flops={}, memory_bandwidth=None, allreduce={})
+    return peaks
 
 
 def _has(made: Measurement, gpu: str) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.bench.judge import BUSY
-from hpml_orchestrator.bench.results import Measurement
-from hpml_orchestrator.diagnosis.models import AllReduce, fit_allreduce
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.bench.results import Measurement, fits
+from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import rate_text
 
 if TYPE_CHECKING:
@@ -151,20 +150,6 @@ def _outlier(compared: FigureComparison) -> str:
     return f"{text}the median of {counted(reference.count, 'sibling')}, {value}"
 
 
-def fits(measured: Sequence[Measurement]) -> dict[str, AllReduce]:
-    """Return latency and bandwidth of all-reduce, by `node` and `nodes`, of the first node."""
-    found: dict[str, AllReduce] = {}
-    for made in measured:
-        for name, points in made.curves.items():
-            if name in found or not points:
-                continue
-            try:
-                found[name] = fit_allreduce(*map(list, zip(*points, strict=True)))
-            except (InputError, ZeroDivisionError):  # too few sizes
-                continue
-    return found
-
-
 def to_json(
     measured: Sequence[Measurement], verdict: BenchVerdict, lost: Sequence[str], kept: str
 ) -> dict[str, object]:
@@ -199,6 +184,6 @@ def to_json(
             for made in measured
         ],
         "lost": list(lost),
-        "allreduce": {name: asdict(fit) for name, fit in fits(measured).items()},
+        "allreduce": {name: asdict(fit[0]) for name, fit in fits(measured).items()},
         "kept": kept or None,
     }

@@ -9,8 +9,8 @@ from hpml_orchestrator.check.finding import CheckFinding, Level
 from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.units import format_time, size_text
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
-from hpml_orchestrator.spec.values import format_time, size_text
 
 _FIELDS = {
     "cpu": ("cpus_per_rank", "CPUs"),

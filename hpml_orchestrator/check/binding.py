@@ -16,9 +16,9 @@ from hpml_orchestrator.script.directives import effective_job
 from hpml_orchestrator.topology.recognise import read_topology_field
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.scheduler.cluster import Node
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import NodeType, ResolvedSite
+    from hpml_orchestrator.site.model import NodeType, ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
 _RANKS = "resources.ranks_per_node"

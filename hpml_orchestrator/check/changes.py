@@ -14,22 +14,21 @@ from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
 from hpml_orchestrator.errors import HpmlError, NotFoundError
+from hpml_orchestrator.records.job import Job, Stage
 from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.units import MIB
 from hpml_orchestrator.runs.applied import with_results
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.values import MIB
 from hpml_orchestrator.staging.request import SUFFIXES, kind_at
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
-    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.site.model import Site
 
 _DATA = re.compile(r"data\w*|train\w*|imagenet\w*|root|inputs?|images?")
 _NOT_DATA = re.compile(
@@ -119,7 +118,7 @@ def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
         cpus.append(len(cpu_ids()))
         memory = [memory_mb() * float(MIB)] if memory_mb() else memory
     elif site is not None:
-        wanted = record["job"]["resources"]["partition"]
+        wanted = state.submission.requested_job(record).resources.partition
         kinds = site.node_types_of(wanted)
         parts = [
             site.partitions[one] for one in site.partitions_of(wanted) if one in site.partitions
@@ -139,7 +138,7 @@ def _most(values: Iterable[int | None]) -> list[int]:
     return [max(filter(None, known))] if known and all(known) else []
 
 
-def data_argument(job: JobFields, *, before: float | None = None) -> DataArgument | None:
+def data_argument(job: Job, *, before: float | None = None) -> DataArgument | None:
     """Return the argument that names the data of a job; None if none does, or several might.
 
     An option has to be called so, such as `--data-dir`; what is there has to be a directory or an
@@ -162,7 +161,7 @@ def data_argument(job: JobFields, *, before: float | None = None) -> DataArgumen
             continue
         if not option and not value.startswith("/") and _is_not_data(value):
             continue
-        path = os.path.normpath(os.path.join(job["workdir"], os.path.expanduser(value)))
+        path = os.path.normpath(os.path.join(job.workdir, os.path.expanduser(value)))
         entry = _entry(job, path, before, file_is_data=bool(option) or is_archive)
         if entry is not None:
             inner = f"/{os.path.basename(path)}" if entry.get("kind") == "file" else ""
@@ -174,14 +173,14 @@ def data_argument(job: JobFields, *, before: float | None = None) -> DataArgumen
     return _checked(job, candidates[0]) if len(candidates) == 1 else None
 
 
-def _arguments(job: JobFields) -> Iterator[tuple[str, str, str, str]]:
+def _arguments(job: Job) -> Iterator[tuple[str, str, str, str]]:
     """Yield field, option, prefix of the value, and value of each argument of a job's program.
 
     Which options take a value is unknown, so a path after an option counts as its value.
     """
-    command = job["command"] or []
+    command = job.command or ()
     words = [(f"command.{place}", word) for place, word in enumerate(command)][1:]
-    words += [(f"args.{place}", word) for place, word in enumerate(job["args"])]
+    words += [(f"args.{place}", word) for place, word in enumerate(job.args)]
     is_script = bool(command) and bool(_INTERPRETER.match(os.path.basename(command[0])))
     option = ""
     for field, word in words:
@@ -207,7 +206,7 @@ def _is_not_data(name: str) -> bool:
 
 
 def _entry(
-    job: JobFields, path: str, before: float | None, *, file_is_data: bool
+    job: Job, path: str, before: float | None, *, file_is_data: bool
 ) -> dict[str, str] | None:
     """Return the entry of `stage` for a path; None if it is not data.
 
@@ -215,11 +214,11 @@ def _entry(
     """
     if _is_not_data(os.path.basename(path)) or path.startswith(_SYSTEM):
         return None
-    environment = job["environment"]
-    others = [environment["conda"], environment["venv"], job["checkpoint"]["directory"]]
-    if environment["container"]:
-        others.append(environment["container"]["image"])
-    if any(_is_in(one, path) for one in (job["workdir"], job["script"], *others) if one):
+    environment = job.environment
+    others = [environment.conda, environment.venv, job.checkpoint.directory]
+    if environment.container:
+        others.append(environment.container.image)
+    if any(_is_in(one, path) for one in (job.workdir, job.script, *others) if one):
         return None
     if any(_is_in(path, one) for one in others if one):
         return None
@@ -247,11 +246,8 @@ def _is_in(path: str, directory: str) -> bool:
     return f"{path}/".startswith(f"{directory.rstrip('/')}/")
 
 
-def _checked(job: JobFields, found: DataArgument) -> DataArgument | None:
-    try:
-        staged = Job.model_validate({**job, "stage": [{**found.entry, "target": "shm"}]})
-    except ValueError:
-        return None
+def _checked(job: Job, found: DataArgument) -> DataArgument | None:
+    staged = replace(job, stage=(Stage.from_json({**found.entry, "target": "shm"}),))
     findings, sizes = check_stages(staged, seconds=_WALK_SECONDS)
     if any(finding.level == "error" for finding in findings):
         return None

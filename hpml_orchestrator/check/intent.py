@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, warning
-from hpml_orchestrator.spec.values import size_text
+from hpml_orchestrator.records.units import size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.records.job import Job
 
 _MOST_FILES, _MOST_BYTES = 30, 2**18
 _LITTLE_MIB = 256  # PyTorch alone takes more
@@ -57,10 +57,10 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         hint = "give one rank, or use torch.distributed; an `array` runs it with several settings"
         value = resources.written(place)
         yield warning("ranks.alone", f"resources.{place}", value, message, 1, hint)
-    if job.tasks and len(job.tasks.indices) > 1 and not _INDEX.search(text):
+    if job.array and len(job.array.indices) > 1 and not _INDEX.search(text):
         message = f"all tasks would do the same: {neither} the task's index"
         hint = "pass {array.index}, for example as --seed={array.index}"
-        yield warning("array.unused", "array", job.array, message, None, hint)
+        yield warning("array.unused", "array", str(job.array), message, None, hint)
     # An absolute directory was chosen for the program: it may be in a configuration file.
     is_named = own.is_shared or f"{{run.dir}}/{own.directory}" in text or _CHECKPOINT.search(text)
     if own.enabled and not is_named:

@@ -35,6 +35,7 @@ from hpml_orchestrator.check.rules import ClusterAnswer, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.units import size_text
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
@@ -59,12 +60,11 @@ from hpml_orchestrator.script.directives import (
     without_time,
 )
 from hpml_orchestrator.site.profile import node_paths
-from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.scheduler.cluster import Cluster
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import ResolvedSite, Site
+    from hpml_orchestrator.site.model import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
 
 CLUSTER_SECONDS = 8.0
@@ -282,7 +282,7 @@ def _stages(
 def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     """Yield what a job requests and this machine does not have."""
     resources = job.resources
-    tasks = len(job.tasks.indices) if job.tasks is not None else 0
+    tasks = len(job.array.indices) if job.array is not None else 0
     cpus = resources.ranks * resources.cpus_per_rank
     if "--overcommit" in resources.extra:  # ranks share CPUs
         cpus = min(cpus, len(machine.cpus))
@@ -296,7 +296,7 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     ):
         if requested > limit:
             in_job = code == "array"
-            value = job.array if in_job else resources.written(field_name)
+            value = str(job.array) if in_job else resources.written(field_name)
             shown = counted(requested, noun) if noun else f"{size_text(requested)} of memory"
             if code == "cpus":
                 shown += f" ({resources.ranks} ranks of {resources.cpus_per_rank})"

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.paths import unwritable
+from hpml_orchestrator.records.job import Checkpoint
 from hpml_orchestrator.records.mounts import private_directory
 from hpml_orchestrator.records.progress import lead_seconds
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.units import MIB, format_time, size_text
 from hpml_orchestrator.script.directives import can_requeue, without_time
-from hpml_orchestrator.spec.checkpoint import Checkpoint
-from hpml_orchestrator.spec.values import MIB, format_time, parse_time_limit, size_text
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.site.model import Site
 
 _SHORT = 30  # seconds in which few trainings have saved
 _LITTLE_MIB = 1024
@@ -39,9 +39,8 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
     own = job.checkpoint
     if not own.enabled:
         return
-    limit = parse_time_limit(job.resources.time)
-    if limit is not None and not (site and without_time(site.directives)):
-        yield from _times(own, limit)
+    if not (site and without_time(site.directives)):
+        yield from _times(own, job.resources.time)
     if own.requeue and own.attempts == 1:
         message = "a run of one attempt never continues after the ends that `requeue` names"
         hint = "give more attempts, or `requeue: []`"
@@ -64,21 +63,22 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
 
 def _times(own: Checkpoint, limit: int) -> Iterator[CheckFinding]:
     """Yield which times do not fit the time limit, in seconds."""
-    shown, lead = format_time(limit), own.lead_seconds
+    shown, lead, given = format_time(limit), own.lead, own.written("lead")
     if lead is not None and lead >= limit:
         message = f"must be below the time limit of {shown}: ranks would be asked to stop when "
         message += "they start"
         hint = "a bare number is minutes; write `90s` for seconds"
-        yield error("checkpoint.lead", "checkpoint.lead", own.lead, message, shown, hint)
+        yield error("checkpoint.lead", "checkpoint.lead", given, message, shown, hint)
     seconds = int(lead_seconds(lead, limit))
     if seconds < _SHORT:
         message = f"ranks have {seconds} s to save before the time limit of {shown}"
         hint = "give a longer `resources.time`" if lead is None else "give a longer `lead`"
-        yield warning("checkpoint.short", "checkpoint.lead", own.lead, message, _SHORT, hint)
-    if own.hang_seconds >= limit and own.hang != _DEFAULTS.hang:
+        yield warning("checkpoint.short", "checkpoint.lead", given, message, _SHORT, hint)
+    if own.hang >= limit and own.hang != _DEFAULTS.hang:
         message = f"an attempt ends after {shown}, before it can count as hung"
         hint = "give a shorter time, or `off`"
-        yield warning("checkpoint.hang", "checkpoint.hang", own.hang, message, shown, hint)
+        given = own.written("hang")
+        yield warning("checkpoint.hang", "checkpoint.hang", given, message, shown, hint)
 
 
 def check_directory(

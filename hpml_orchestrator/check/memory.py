@@ -15,15 +15,15 @@ from hpml_orchestrator.diagnosis import memory
 from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, TrainingOption
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.records.units import MIB, parse_gpus
 from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes
 from hpml_orchestrator.script.directives import memory_mebibytes
-from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_size_mib
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.memory_run import Measured
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.site.model import Site
 
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
@@ -253,25 +253,25 @@ def check_memory(job: Job, store: Store) -> list[CheckFinding]:
 
 def _last_run(job: Job, store: Store) -> str:
     """Return what is wrong with `resources.memory`, by the newest run of the same program."""
-    dumped, now = job.model_dump(mode="json"), memory_mebibytes(job) * MIB
+    now = memory_mebibytes(job) * MIB
     names = (one for one in store.submissions() if one.sid.startswith(f"{job.name}-"))
     for submission, _ in zip(names, range(_LAST_RUNS), strict=False):
-        record = submission.record()["job"]
+        before = submission.requested_job()
         runs = submission.runs()
         attempt = store.run(runs[0][1]).newest() if len(runs) == 1 else None
         if (
             attempt is None
             or attempt.ended is None
-            or any({**record}[one] != dumped[one] for one in _PROGRAM)
+            or any(getattr(before, one) != getattr(job, one) for one in _PROGRAM)
         ):
             continue
-        before = record["resources"]
-        if any({**before}[one] != dumped["resources"][one] for one in _SIZE):
+        asked = before.resources
+        if any(getattr(asked, one) != getattr(job.resources, one) for one in _SIZE):
             return ""
         used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
         # More memory than before may be enough, so the old end is no reason to warn.
-        enough = (job.resources.memory or 0) > parse_size_mib(before["memory"] or 0)
+        enough = (job.resources.memory or 0) > (asked.memory or 0)
         if attempt.ended.get("state") == "OUT_OF_MEMORY" and not enough:
             return f"its last run, {submission.sid}, ran out of memory with no less than this"
         if peak >= _NEAR_LIMIT * now:
@@ -284,7 +284,7 @@ def _last_run(job: Job, store: Store) -> str:
 def gpu_memory(job: Job, site: Site | None = None) -> tuple[float, str] | None:
     """Return a GPU's memory and why, by the job's GPU type and constraint, or the site's nodes."""
     resources = job.resources
-    words = [resources.constraint or "", *(kind for kind, _ in parse_gpus(resources.gpus).kinds)]
+    words = [resources.constraint or "", *(kind for kind, _ in resources.gpus.kinds)]
     for kind in site.node_types_of(resources.partition) if site is not None else ():
         words += [name for name, _ in parse_gpus(kind.gpus).kinds]
     return next(filter(None, map(memory.device_bytes_of, words)), None)

@@ -31,7 +31,7 @@ from hpml_orchestrator.staging.request import kind_at
 from hpml_orchestrator.staging.space import memory_headroom
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.records.job import Job
 
 Figures: TypeAlias = Mapping[str, Any]
 """What a probe measured at one size of the batch, see `memory_probe.py`."""
@@ -227,6 +227,6 @@ def _variables(job: Job, scratch: Path) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "WANDB_MODE": "disabled",
-        "SLURM_ARRAY_TASK_ID": str(job.tasks.indices[0] if job.tasks is not None else 0),
+        "SLURM_ARRAY_TASK_ID": str(job.array.indices[0] if job.array is not None else 0),
         **places,
     }

@@ -17,7 +17,7 @@ from hpml_orchestrator.records.targets import is_loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.spec.job import Job, Monitor
+    from hpml_orchestrator.records.job import Job, Monitor
 
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0

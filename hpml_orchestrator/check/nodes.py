@@ -12,12 +12,12 @@ from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.units import size_text
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
-from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.records.job import Job
+    from hpml_orchestrator.site.model import Site
 
 _FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
 

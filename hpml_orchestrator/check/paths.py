@@ -10,19 +10,20 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.jobfile.paths import is_image_file
+from hpml_orchestrator.jobfile.text import PER_RANK
 from hpml_orchestrator.records.mounts import own_file_system, private_directory
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
-from hpml_orchestrator.spec.load import is_image_file
-from hpml_orchestrator.spec.text import PER_RANK
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Environment, Job
+    from hpml_orchestrator.records.job import Environment, Job
 
 _ON_EACH_NODE = ("//", "/usr/", "/opt/")
 _HELP_SECONDS = 10
@@ -49,7 +50,7 @@ def _words(job: Job) -> Iterator[CheckFinding]:
     words = {
         f"environment.variables.{name}": one for name, one in job.environment.variables.items()
     }
-    for field, entries in (("args", job.args), ("command", job.command or [])):
+    for field, entries in (("args", job.args), ("command", job.command or ())):
         for index, (before, word) in enumerate(zip(["", *entries], entries, strict=False)):
             if field == "args" or not re.fullmatch("-[a-z]*c", before):  # `bash -c` is a shell
                 words[f"{field}.{index}"] = word
@@ -81,7 +82,7 @@ def _program(job: Job, environment: Mapping[str, str]) -> Iterator[CheckFinding]
     if job.launcher in _LAUNCHERS:
         software = job.environment
         if job.launcher == "mpirun":  # is never the container's
-            software = software.model_copy(update={"container": None})
+            software = replace(software, container=None)
         hint = _LAUNCHERS[job.launcher]
         yield from _on_path("launcher", job.launcher, job.workdir, software, environment, hint)
     place, program = "environment.python", job.environment.python

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error
 from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records import units
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 from hpml_orchestrator.script.directives import memory_mebibytes
-from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.records.job import Job
 
 
 def cpus_field(job: Job) -> str:
@@ -102,8 +102,8 @@ class Placement:
         if self.request.memory_mib is None:
             origin = f" (the default for {counted(self.request.cpus, 'CPU')})"
         elif self.request.staged_mib:
-            origin = f" ({values.size_text(self.request.staged_mib)} of it staged to shm)"
-        return f"{values.size_text(self.memory_mib)} of memory per node{origin}"
+            origin = f" ({units.size_text(self.request.staged_mib)} of it staged to shm)"
+        return f"{units.size_text(self.memory_mib)} of memory per node{origin}"
 
     @property
     def cpus(self) -> int:
@@ -138,9 +138,9 @@ def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
         name, equals, value = option.removeprefix("--").partition("=")
         options[name] = value if equals else None
     memory = memory_mebibytes(job)
-    seconds = values.parse_time(resources.time)
+    seconds = resources.time
     with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
-        shortest = values.parse_time_limit(options.get("time-min") or "")
+        shortest = units.parse_time_limit(options.get("time-min") or "")
         seconds = min(seconds, shortest or seconds)
     return JobRequest(
         job=job,
@@ -149,7 +149,7 @@ def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
         cpus=1 if "overcommit" in options else resources.ranks * resources.cpus_per_rank,
         memory_mib=memory if resources.memory else None,
         staged_mib=memory - (resources.memory or 0),
-        gpus=values.parse_gpus(resources.gpus).kinds,
+        gpus=resources.gpus.kinds,
         minutes=-(-seconds // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),
         options=options,

@@ -18,11 +18,11 @@ from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluste
 from hpml_orchestrator.check.request import JobRequest, Placement, job_request
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.spec.values import format_time, size_text
+from hpml_orchestrator.records.units import format_time, size_text
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-    from hpml_orchestrator.spec.job import Job
 
 _STAGED_TO = "/tmp"  # noqa: S108 - the default directory of `target: local`
 _IMPLIED = {
@@ -115,11 +115,11 @@ def _not_checked(request: JobRequest) -> Iterator[str]:
 
 
 def _array(job: Job, cluster: Cluster) -> Iterator[CheckFinding]:
-    if job.tasks is None:
+    if job.array is None:
         return
-    size, last = cluster.limits.max_array_size, job.tasks.max_index
+    size, last = cluster.limits.max_array_size, job.array.max_index
     if size == 0:
-        count = len(job.tasks.indices)
+        count = len(job.array.indices)
         yield error("array.off", "array", count, "this cluster takes no job arrays", 0)
     elif last >= size:
         message = f"the largest index that this cluster takes is {size - 1} (MaxArraySize {size})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,21 +13,24 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.records.texts import first_few, human_bytes
 from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import links_hint, shown
 from hpml_orchestrator.staging.plan import CIRCLE, NO_FILE, link_fault
-from hpml_orchestrator.staging.request import kind_at
+from hpml_orchestrator.staging.request import download_hint, kind_at
 from hpml_orchestrator.staging.space import capacity_at, room_at
 from hpml_orchestrator.staging.store import NodeStore
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.data import Stage
-    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.records.job import Job, Stage
 
 _MAX_ENTRIES = 200_000
 _NAMED = 5
+_MANY_FILES = 10_000
+_SLOW_METADATA = ("lustre", "gpfs")
+_WRITTEN = re.compile(r"out|save|log|check|ckpt|result|cache|tmp", re.IGNORECASE)  # not read
 _MEBIBYTE = 1024**2
 
 
@@ -59,6 +63,14 @@ def check_stages(
     for index, stage in enumerate(job.stage):
         place = f"stage.{index}"
         findings += _options(job, stage, place)
+        if hint := download_hint(stage.source, job.workdir):
+            message = f"{stage.source} is a URL, and hpml stages files"
+            if hint.startswith("download"):
+                hint += ", or in environment.setup, and leave `stage` out"
+            findings.append(
+                error("stage.url", f"{place}.source", stage.source, message, None, hint)
+            )
+            continue
         walk = _Walk(stage, ends, clock)
         try:
             findings += _kind(stage, f"{place}.source", walk)
@@ -67,6 +79,7 @@ def check_stages(
             findings.append(_no_source(stage, f"{place}.source", fault))
         findings += _walk_findings(walk, f"{place}.source")
         _add(sizes, stage, walk)
+    findings += _many_files(job, ends, clock)
     return findings, sizes
 
 
@@ -204,6 +217,34 @@ def _walk_findings(walk: _Walk, place: str) -> Iterator[CheckFinding]:
     if walk.cut:
         message = f"only the first {walk.entries} entries were checked"
         yield warning("stage.partly", place, source, message)
+
+
+def _many_files(job: Job, ends: float, clock: Callable[[], float]) -> Iterator[CheckFinding]:
+    """Yield directories of many files on Lustre or GPFS that the program reads in place."""
+    for place, words in (("args", job.args), ("command", job.command or ())):
+        for index, word in enumerate(words):
+            before = words[index - 1] if index and words[index - 1].startswith("-") else ""
+            option, equals, value = word.partition("=")
+            option, path = (option, value) if equals else (before, word)
+            directory = os.path.join(job.workdir, path)
+            if not path.strip(".") or _WRITTEN.search(option) or not os.path.isdir(directory):
+                continue
+            with contextlib.suppress(OSError):
+                kind = file_system_type(directory)
+                if kind in _SLOW_METADATA and _has_many_files(directory, ends, clock):
+                    message = f"{path} has more than {_MANY_FILES:,} files on {kind}: "
+                    message += "its metadata servers are slow with many small files"
+                    hint = f"`hpml pack {shown(path)} DEST` makes a few large ones; or `stage` it"
+                    yield warning("data.many_files", f"{place}.{index}", word, message, None, hint)
+
+
+def _has_many_files(directory: str, ends: float, clock: Callable[[], float]) -> bool:
+    count = 0
+    for _, _, files in os.walk(directory):
+        count += len(files)
+        if count > _MANY_FILES or clock() > ends:
+            break
+    return count > _MANY_FILES
 
 
 def _add(sizes: dict[str, int], stage: Stage, walk: _Walk) -> None:

@@ -33,7 +33,6 @@ _CLUSTER_SECONDS = 5.0  # while a submission waits
 def prepare_checked(
     store: Store,
     rendered: Rendered,
-    backend: str,
     *,
     checked: bool,
     notice: Callable[[str], None],
@@ -46,7 +45,6 @@ def prepare_checked(
     Args:
         store: where records live.
         rendered: the job and its script.
-        backend: name of the scheduler.
         checked: whether to check the job first.
         notice: takes each line to show, such as a warning.
         unchecked: what the caller can write to submit it without the check.
@@ -57,18 +55,17 @@ def prepare_checked(
         InputError: the job cannot run, or the cluster would not run it.
         RecordError: the records cannot be written.
     """
-    job = rendered.resolved.job
+    job, backend = rendered.resolved.job, rendered.resolved.backend
     # Before anything is written, and also with --no-check: two runs in one directory would
     # overwrite each other's checkpoints.
     refuse_shared_checkpoints(store, job)
     dependencies = pending_dependencies(store, job.after, backend=backend)
     if checked:
-        _refuse_unaccepted(rendered, backend, store, notice, unchecked)
+        _refuse_unaccepted(rendered, store, notice, unchecked)
     scheduler = open_backend(backend, store)
     submission = prepare(
         store,
         rendered,
-        backend=backend,
         cluster=cluster_name(scheduler),
         argv=sys.argv,
         environment=dict(os.environ),
@@ -89,7 +86,6 @@ def prepare_checked(
 def submit_checked(
     store: Store,
     rendered: Rendered,
-    backend: str,
     *,
     checked: bool,
     notice: Callable[[str], None],
@@ -101,7 +97,7 @@ def submit_checked(
         SchedulerUnavailable: a job may exist; `hpml submit --resume` finds out.
     """
     submission, scheduler = prepare_checked(
-        store, rendered, backend, checked=checked, notice=notice, unchecked="`check=False`"
+        store, rendered, checked=checked, notice=notice, unchecked="`check=False`"
     )
     submit(submission, scheduler, environment=dict(os.environ))
     for line in scheduler_messages(submission):
@@ -118,14 +114,12 @@ def scheduler_messages(submission: Submission) -> list[str]:
 
 def _refuse_unaccepted(
     rendered: Rendered,
-    backend: str,
     store: Store,
     notice: Callable[[str], None],
     unchecked: str,
 ) -> None:
     report = check_rendered(
         rendered,
-        backend,
         store,
         cluster_seconds=_CLUSTER_SECONDS,
         walk_seconds=1.0,
@@ -143,16 +137,16 @@ def _refuse_unaccepted(
         notice(f"warning: not checked against the cluster: {report.not_asked}")
 
 
-def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> CheckReport:
-    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
-    job = rendered.resolved.job
+def check_rendered(rendered: Rendered, store: Store, **limits: Any) -> CheckReport:
+    """Check a job that was rendered for its scheduler; `limits` are `check_job`'s."""
+    job, backend, site = rendered.resolved.job, rendered.resolved.backend, rendered.resolved.site
     return check_job(
         job,
-        backend=name,
+        backend=backend,
         records=store.root,
         environment=dict(os.environ),
-        site=rendered.site,
-        topologies={} if name == "local" else topologies_of(job, rendered.site),
+        site=site,
+        topologies={} if backend == "local" else topologies_of(job, site),
         targets=rendered.targets,
         **limits,
     )

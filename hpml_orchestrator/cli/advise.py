@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,14 +21,14 @@ from hpml_orchestrator.cli.common import (
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.diagnosis.memory import GIB, RESERVE, read_model
 from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.records.units import MIB, parse_size_mib
 from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.stage_targets import resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script.directives import memory_mebibytes
-from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.load import load_job, parse_setting
-from hpml_orchestrator.spec.values import MIB, parse_size_mib
 from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.check.memory import Advice
     from hpml_orchestrator.check.memory_run import Measured
-    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.records.job import Job
 
 _MOST_SECONDS = 3600
 
@@ -89,11 +88,15 @@ def advise(
         except ValueError as error:
             raise InputError(str(error), field="--device-memory", value=device_memory) from None
     backend = choose("auto")
-    site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
-    values = [parse_setting(setting) for setting in settings]
-    resolved = load_job(job_file, values, site, arguments=appended_arguments(context))
+    resolved = load_job(
+        job_file,
+        [parse_setting(setting) for setting in settings],
+        chosen_site(context),
+        backend=backend,
+        arguments=appended_arguments(context),
+    )
     resolved, _ = resolve_stage_targets(resolved)
-    job = resolved.job
+    job, site = resolved.job, resolved.site
     if given and not job.resources.gpu_count:
         hint = "--set resources.gpus=1, or leave it out"
         message = "the job asks for no GPU"

@@ -23,23 +23,25 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
-from hpml_orchestrator.cli.jobfile import NoCheckOption, backend_name
+from hpml_orchestrator.cli.jobfile import NoCheckOption
 from hpml_orchestrator.cli.process import EXIT_OUTLIER, notice
+from hpml_orchestrator.cli.render import backend_name
 from hpml_orchestrator.cli.submission import job_text, submit_rendered
 from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, counted
+from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import first_few, rate_text
 from hpml_orchestrator.runs.follow import refuse_failed
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.load import load_job, parse_setting
 
 if TYPE_CHECKING:
     from hpml_orchestrator.bench.job import Nodes
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.site.model import ResolvedSite
 
 _SOURCE = "bench.yaml"  # in place of a job file
 
@@ -82,8 +84,8 @@ def bench(
     name = backend_name(backend, local=local)
     site = site_for(_SOURCE, os.environ, chosen=chosen_site(context), backend=name)
 
-    def render() -> tuple[Rendered, str]:
-        return _render(store, wanted, settings, site, name, str(place) if shared else ""), name
+    def render() -> Rendered:
+        return _render(store, wanted, settings, site, name, str(place) if shared else "")
 
     record = {"started_by": "hpml bench"}
     submission, job_id = submit_rendered(store, render, checked=not no_check, record=record)
@@ -120,7 +122,7 @@ def _render(
 
     def load(size: job.BenchSize, args: list[str], more: list[tuple[str, str]]) -> Any:
         fields = job.job_fields(size, wanted, program, args)
-        return load_job(_SOURCE, [*more, *values], site, fields=fields)
+        return load_job(_SOURCE, [*more, *values], site, backend=backend, fields=fields)
 
     first = load(job.BenchSize(), [], []).job
     cluster = None
@@ -131,7 +133,7 @@ def _render(
     python = job.own_python(sized)
     more = [("environment.python", python)] if python else []
     whole = load(size, job.arguments(sized, shared, job.SECONDS), more)
-    return render_job(whole, site=site, here=backend == "local")
+    return render_job(whole)
 
 
 def _report(
@@ -205,7 +207,7 @@ def _print(
         about = [counted(len(same), "node"), kind, torch or "no PyTorch", f"{took:.0f} s"]
         typer.echo(", ".join(about))
     print_table(wording.HEADER, wording.rows(verdict), optional=["history", "where", "spread"])
-    for name, fit in wording.fits(measured).items():
+    for name, (fit, *_) in results.fits(measured).items():
         where = "inside the node" if name == "node" else "between nodes"
         latency = f"{fit.alpha * 1e6:.0f} µs"
         speed = rate_text(fit.bandwidth, "B/s") if fit.beta else "unknown"

@@ -12,11 +12,11 @@ import typer
 
 from hpml_orchestrator.cli.process import APPENDED, notice
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.store import Store, open_store
-from hpml_orchestrator.runs.backend import cluster_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Store
 
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
@@ -101,6 +101,12 @@ def store_of(context: typer.Context) -> Store:
     Raises:
         NotFoundError: it names a directory that does not exist, and the command only reads there.
     """
+    from hpml_orchestrator.records.store import (  # noqa: PLC0415 - `hpml stage` has no records
+        Store,
+        open_store,
+    )
+    from hpml_orchestrator.runs.backend import cluster_here  # noqa: PLC0415 - as above
+
     chosen = (context.obj or {}).get("records") or ""
     store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
     store.cluster = cluster_here

@@ -13,7 +13,7 @@ import typer
 from hpml_orchestrator.cli.process import Stop, notice
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.spec.values import parse_bytes
+from hpml_orchestrator.records.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

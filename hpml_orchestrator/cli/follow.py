@@ -19,7 +19,6 @@ from hpml_orchestrator.runs.follow import (
     wait_until_over,
 )
 from hpml_orchestrator.runs.life import Life, read_life, silence_of
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import State, run_of
 
@@ -161,7 +160,7 @@ class _Notices:
 def _life(state: State) -> Life | None:
     with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
-            continues = recorded_job(state.submission).checkpoint.enabled
+            continues = state.submission.requested_job().checkpoint.enabled
             return read_life(state) if state.attempts > 1 or continues else None
     return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.script.bash import check_setup
 from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.report import ImportNote
@@ -58,7 +56,8 @@ def import_(
     context = ImportContext(directory=directory, base=base, environment=dict(os.environ))
     name = os.path.basename(script)
     made = import_script(read_script(Path(script)), name=name, context=context)
-    _check(made.text)
+    check_setup(made.job.environment.setup or "", "the script")
+    render(made.job, Capabilities())  # what cannot be rendered is refused before anybody sees it
     if target is not None:
         try:
             write_users_file(target, made.text)
@@ -68,7 +67,7 @@ def import_(
         print_json(
             {
                 "output": str(target) if target else None,
-                "job": made.job,
+                "job": made.job.to_json(),
                 "text": made.text,
                 "findings": [finding.to_json() for finding in made.findings],
             }
@@ -80,17 +79,6 @@ def import_(
     _print_findings(name, made.findings)
     if target is not None:
         typer.echo(f"wrote {output}; `hpml render {output}` prints its batch script", err=True)
-
-
-def _check(text: str) -> None:
-    """Load and render the job file as `hpml render` would, before anybody sees it."""
-    with tempfile.TemporaryDirectory(prefix="hpml-import-") as scratch:
-        path = os.path.join(scratch, "job.yaml")
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        job = load_job(path).job
-    check_setup(job.environment.setup or "", "the script")
-    render(job, Capabilities())
 
 
 _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}

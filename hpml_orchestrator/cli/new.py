@@ -16,11 +16,16 @@ import typer
 from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_with
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
+from hpml_orchestrator.jobfile.write import one_line
 from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.runs.prepare import output_directory
-from hpml_orchestrator.spec.edit import flow_text
 
 _HELPERS = ("hpml_channel.py", "hpml_checkpoint.py", "hpml_waits.py")
+_SHARED = (*_HELPERS, "hpml_job.py", "hpml_profile.py")  # by the examples
+_IMAGES = (
+    *("ddp_images.py", "images_data.py", "images_files.py", "images_model.py", "images_nets.py"),
+    "make_digits.py",
+)
 _MINE = "mine"
 
 
@@ -35,24 +40,36 @@ class Example:
 
 EXAMPLES = {
     "images": Example(
-        "a CNN or ResNet-18 on folders of images, with DDP or Horovod; handwritten digits as data",
+        "a CNN, ResNet or ViT on folders of images, with DDP or Horovod; digits or letters as data",
         (
-            "ddp_images.py",
+            *_IMAGES,
             "horovod_images.py",
-            "images_data.py",
-            "images_model.py",
-            "make_digits.py",
+            "make_letters.py",
             "digits.yaml",
             "digits_horovod.yaml",
             "digits_sweep.yaml",
-            *_HELPERS,
+            "letters.yaml",
+            "images_optimizers.yaml",
+            "images_models.yaml",
+            "images_transfer.yaml",
+            "horovod_sweep.yaml",
+            *_SHARED,
         ),
         ("python make_digits.py digits", "hpml run digits.yaml"),
     ),
     "lm": Example(
-        "a byte-level GPT with DDP or FSDP; the licence texts of Debian as data",
-        ("lm.py", "lm_model.py", "lm.yaml", *_HELPERS),
-        ("hpml run lm.yaml",),
+        "a GPT with DDP, FSDP, tensor or pipeline parallelism; the licence texts of Debian as data",
+        (
+            "lm.py",
+            "lm_costs.py",
+            "lm_data.py",
+            "lm_model.py",
+            "lm_parallel.py",
+            "lm.yaml",
+            "lm_parallel_sweep.yaml",
+            *_SHARED,
+        ),
+        ("hpml run lm.yaml", "hpml sweep run lm_parallel_sweep.yaml --local"),
     ),
     "trees": Example(
         "a PointNet on point clouds of trees, with DDP; six synthetic species as data",
@@ -63,21 +80,50 @@ EXAMPLES = {
             "make_trees.py",
             "trees_plot.py",
             "trees.yaml",
-            *_HELPERS,
+            *_SHARED,
         ),
         ("hpml run trees.yaml",),
     ),
     "communication": Example(
-        "a small network, with nine ways to exchange gradients: what each costs, and when it wins",
+        "a small network, with 19 ways to exchange gradients: what each costs, and when it wins",
         (
             "communication.py",
+            "communication_async.py",
             "communication_methods.py",
+            "communication_plot.py",
+            "communication_wire.py",
             "communication.yaml",
+            "communication_consistency_sweep.yaml",
             "communication_sweep.yaml",
             "shaped_ranks.py",
-            *_HELPERS,
+            *_SHARED,
         ),
         ("hpml run communication.yaml", "hpml sweep run communication_sweep.yaml --local"),
+    ),
+    "inference": Example(
+        "a trained model that serves requests: latency and throughput by batch size and window",
+        ("infer.py", "infer_model.py", "infer.yaml", "infer_sweep.yaml", *_IMAGES, *_SHARED),
+        (
+            "python make_digits.py digits",
+            "python ddp_images.py --data digits --checkpoint trained",
+            "hpml run infer.yaml",
+        ),
+    ),
+    "kmeans": Example(
+        "k-means over any number of ranks: 100 clusters of generated points or of your own",
+        ("kmeans.py", "kmeans_data.py", "kmeans.yaml", "kmeans_sweep.yaml", *_SHARED),
+        ("hpml run kmeans.yaml", "hpml sweep run kmeans_sweep.yaml --local"),
+    ),
+    "convolutions": Example(
+        "nothing: it times four algorithms of a convolution layer, and plans micro-batches",
+        (
+            "convolutions.py",
+            "convolution_algorithms.py",
+            "convolutions.yaml",
+            "convolutions_sweep.yaml",
+            *_SHARED,
+        ),
+        ("hpml run convolutions.yaml", "hpml sweep run convolutions_sweep.yaml --local"),
     ),
     _MINE: Example(
         "your own script: --script FILE; without it a short script to fill in",
@@ -223,12 +269,12 @@ def _job_of(script: str, target: Path) -> bytes:
             launcher, ranks = "horovodrun", 2
         elif _STARTS_GROUP.search(text):
             ranks = 2
-        start = f"script: {flow_text(place)}"
+        start = f"script: {one_line(place)}"
     elif os.access(path, os.X_OK):
-        start = f"command: {flow_text([str(path)])}"
+        start = f"command: {one_line([str(path)])}"
     else:
         message = "must be a Python file or executable"
         raise InputError(message, field="--script", value=script, hint=f"chmod +x {script}")
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "train"
-    job = _JOB.substitute(name=flow_text(name), start=f"launcher: {launcher}\n{start}", ranks=ranks)
+    job = _JOB.substitute(name=one_line(name), start=f"launcher: {launcher}\n{start}", ranks=ranks)
     return job.encode("utf-8", "surrogateescape")

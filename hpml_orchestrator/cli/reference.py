@@ -135,17 +135,16 @@ hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
     On a file system that is slow to open files: hpml pack imagenet packed --workers 32
 hpml stage
-    Into memory, for this shell or script: hpml stage imagenet --to shm
+    Into memory: hpml stage imagenet --to shm
     In a script, as `data=$(…)`: hpml stage imagenet --print path
-    To the local disk, kept for later jobs: hpml stage imagenet --to local --keep
     An archive, and a directory named like a command: hpml stage val.tar ./ls
 hpml stage ls
     List your data on this node: hpml stage ls
 hpml stage verify
-    Verify a copy: hpml stage verify /dev/shm/hpml-1000/shell-4711-99/data
+    Verify a copy: hpml stage verify /dev/shm/hpml-1000/imagenet-…/data
 hpml stage clean
-    Remove what finished jobs left behind: hpml stage clean
-    At the end of a script: hpml stage clean --mine
+    Say what is staged here, and remove what killed jobs left: hpml stage clean
+    At the end of a script: hpml stage clean "$data"
     Show what was unused for a week: hpml stage clean --older 7d --dry-run
 hpml export
     Export metrics of this node's GPUs and jobs: hpml export node

@@ -126,25 +126,11 @@ def _compare(
         raise InputError("two runs are compared as text or --json", field="--markdown")
     if html is not None:
         raise InputError("two runs are compared as text or --json", field="--html", value=html)
-    compared = comparison.compare(first, second, written=(_written(first), _written(second)))
+    compared = comparison.compare(first, second)
     if as_json:
         print_json(comparison.to_json(compared))
     else:
         typer.echo(comparison.text(compared))
-
-
-def _written(diagnosis: Diagnosis) -> Mapping[str, object]:
-    """Return the fields of a job without defaults; every field if another version wrote it."""
-    from hpml_orchestrator.spec.job import Job  # noqa: PLC0415 - pydantic takes long
-
-    job = diagnosis.facts.job
-    try:
-        fields: dict[str, object] = Job.model_validate(job).model_dump(
-            mode="json", exclude_defaults=True
-        )
-    except ValueError:
-        return job
-    return fields
 
 
 def _write(path: str, page: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import typer
 
@@ -17,16 +18,17 @@ from hpml_orchestrator.cli.common import (
 from hpml_orchestrator.cli.jobfile import NoCheckOption
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.cli.submission import job_text, report_submission, submit_rendered
+from hpml_orchestrator.jobfile.load import parse_setting
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
-    fields_to_resubmit,
+    job_to_resubmit,
     last_to_save,
     refuse_to_resubmit,
 )
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.load import load_job, parse_setting
 
 
 def resubmit(
@@ -50,22 +52,23 @@ def resubmit(
     record = submission.record()
     backend, job_file = str(record["backend"]), str(record["job_file"])
 
-    def render_again() -> tuple[Rendered, str]:
-        # The recorded job has the profile's defaults already.
+    def render_again() -> Rendered:
+        # The recorded job has the profile's defaults already; the script needs the rest of it.
         job = load_job(
             job_file,
             [parse_setting(setting) for setting in settings],
-            fields=fields_to_resubmit(state),
+            backend=backend,
+            fields=job_to_resubmit(state).to_json(),
             arguments=appended_arguments(context),
         )
         site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
-        return render_job(job, site=site, here=backend == "local"), backend
+        return render_job(replace(job, site=site))
 
     made, job_id = submit_rendered(
         store, render_again, checked=not no_check, record={"continues": submission.sid}
     )
     directory = checkpoint_directory(submission)
-    if directory and made.record()["job"]["checkpoint"]["directory"] == directory:
+    if directory and made.requested_job().checkpoint.directory == directory:
         last = last_to_save(store, directory, before=made)
         also = f"; {last.sid} saved last" if last and last.sid != submission.sid else ""
         notice(f"continues from the checkpoints of {submission.sid} in {directory}{also}")

@@ -13,6 +13,7 @@ from hpml_orchestrator.cli.common import (
     chosen_site,
     print_json,
     print_table,
+    refuse_with,
     store_of,
 )
 from hpml_orchestrator.diagnosis.diagnose import diagnose
@@ -26,6 +27,7 @@ from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.software import read_software
+from hpml_orchestrator.runs.reporting.software import requirements as requirements_of
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
 from hpml_orchestrator.runs.status import UNREADABLE, states
@@ -48,12 +50,21 @@ def show(
             "--ranks", help="Show all ranks; by default only wrong ones if there are over 16."
         ),
     ] = False,
+    requirements: Annotated[
+        bool,
+        typer.Option(
+            "--requirements",
+            help="Print the run's Python packages as a requirements.txt for `pip install -r`.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's phases, staging, results and binding.
 
     For a job array this lists the tasks; RUN.INDEX shows one.
     """
+    if requirements:
+        refuse_with("--requirements", {"--ranks": ranks, "--json": as_json})
     store = store_of(context)
     submission = store.resolve(run, newest=True)
     state = states(store, [submission])[0]
@@ -63,6 +74,9 @@ def show(
             field="--ranks",
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
+    if requirements:
+        typer.echo(requirements_of(state))
+        return
     with naming_damage(state):
         _show(state, ranks=ranks, as_json=as_json, site=chosen_site(context))
 

@@ -20,10 +20,11 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobfile.schema import job_schema, sweep_schema
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.site.doctor import examine
 from hpml_orchestrator.site.initialise import initialise, profile_path, save
-from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
+from hpml_orchestrator.site.schema import site_schema
 
 
 def init(

@@ -32,9 +32,8 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging.auto import stage_chosen
-from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import UNREADABLE, brief, shown
+from hpml_orchestrator.staging.faults import UNREADABLE, shown
 from hpml_orchestrator.staging.rate_limit import open_rate
 from hpml_orchestrator.staging.request import IN_PLACE, requests_for
 from hpml_orchestrator.staging.stage import CopyStager
@@ -123,32 +122,14 @@ def stage(
             "memory or disk, whichever fits and pays off, else the data is used in place.",
         ),
     ] = "auto",
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep/--no-keep",
-            help="Keep the copy in the node's cache for later jobs. Without --keep it belongs to "
-            "the calling shell or script; after that has ended, your next `hpml stage` to the same "
-            "place, or `hpml stage clean`, removes it.",
-        ),
-    ] = False,
     trust_mtime: Annotated[
         bool,
         typer.Option(
             "--trust-mtime",
-            help="With --keep: find the copy by the modification time of SRC alone, without a look "
-            "at each file.",
+            help="Find an earlier copy by the modification time of SRC alone, without a look at "
+            "each file.",
         ),
     ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="Name of the directory, for a single SRC.",
-            show_default="from the last part of SRC",
-        ),
-    ] = None,
     kind: Annotated[
         str,
         typer.Option(
@@ -205,24 +186,23 @@ def stage(
 ) -> None:
     """Copy data to this node's memory or local disk.
 
-    Prints the path of the copy once it is complete. Staging the same data again reuses the copy.
-    After an error or Ctrl-C no incomplete copy is left; sources already staged are kept.
+    Prints the path of the copy once it is complete. It stays until `hpml stage clean`; staging the
+    same data again finds it. After an error or Ctrl-C no incomplete copy is left; sources already
+    staged stay.
     """
-    refuse_empty({"--name": name, "--local-dir": local_dir})
+    refuse_empty({"--local-dir": local_dir})
     if field is not None:
         refuse_with("--print", {"--json": as_json})
-    if trust_mtime and (to == "auto" or not keep):
-        message = "needs --keep, and --to with a target other than auto"
-        raise InputError(message, field="--trust-mtime")
+    if trust_mtime and to == "auto":
+        raise InputError("needs --to with a target other than auto", field="--trust-mtime")
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     with _option_names():
         requests = requests_for(
             sources or [],
             to,
-            name=name or "",
             kind=kind,
-            keep=keep,
+            keep=True,
             outside_links=outside_links,
             follow_links=follow_links,
             trust_mtime=trust_mtime,
@@ -270,14 +250,11 @@ def _outcomes(
     *,
     quiet: bool,
 ) -> Iterator[StageOutcome]:
-    caller = calling_process()
     for request in requests:
         with Meter("staged", lines=not quiet) as meter:
             _check_source(request.source)
             stager = CopyStager(
-                shell_key(caller),
                 bases=bases,
-                owner_pid=caller,
                 should_stop=stop,
                 on_progress=meter,
                 options=options,
@@ -295,14 +272,14 @@ def _check_source(path: str) -> None:
         os.lstat(path)
     except PermissionError as error:
         raise StagingError(
-            f"cannot look at {brief(path)}: {error.strerror}", hint=UNREADABLE
+            f"cannot look at {shown(path)}: {error.strerror}", hint=UNREADABLE
         ) from error
     except (OSError, ValueError) as error:
         near = nearest(os.path.basename(path)[:_WORD_CHARACTERS], COMMANDS)
         hint = f"`hpml stage` also has the commands {', '.join(COMMANDS)}"
         if near:
             hint = f"did you mean `hpml stage {near}`? its options stand behind it"
-        raise NotFoundError(f"no such file or directory: {brief(path)}", hint=hint) from error
+        raise NotFoundError(f"no such file or directory: {shown(path)}", hint=hint) from error
 
 
 def _print(outcome: StageOutcome) -> None:
@@ -330,11 +307,6 @@ def _notes(outcome: StageOutcome) -> Iterator[str]:
     result = outcome.result
     if result.warning:
         yield result.warning
-    if outcome.request.keep and not result.kept and result.method != IN_PLACE:
-        yield (
-            f"{result.name}: this shell staged it without --keep, so it is removed with this "
-            "shell; `hpml stage clean --mine` removes it now"
-        )
     for source in result.evicted:
         yield f"{shown(source)} was removed from the cache to make room"
 
@@ -364,7 +336,6 @@ def _raw(value: object) -> str | bytes:
 
 _OPTIONS = {
     "source": "SRC",
-    "name": "--name",
     "kind": "--kind",
     "target": "--to",
     "outside_links": "--outside-links",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,11 +20,9 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
+from hpml_orchestrator.jobfile.ages import parse_age
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
-from hpml_orchestrator.spec.ages import parse_age
-from hpml_orchestrator.staging.area import JobArea
-from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.inventory import clean as clean_bases
 from hpml_orchestrator.staging.inventory import list_staged
@@ -61,14 +60,15 @@ def ls(
     context: typer.Context, directories: _Directories = None, as_json: JsonOption = False
 ) -> None:
     """List your staged data on this node and what uses it."""
-    staged = list_staged(_bases(context, directories))
+    bases = _bases(context, directories)
+    staged = list_staged(bases)
     if as_json:
         print_json([asdict(data) for data in staged])
     elif not staged:
-        typer.echo("nothing is staged", err=True)
+        typer.echo(f"nothing is staged in {', '.join(map(shown, bases))}", err=True)
     else:
         print_table(
-            ("NAME", "SIZE", "FILES", "STATE", "KEPT", "IN USE", "LAST USED", "SOURCE", "PATH"),
+            ("NAME", "SIZE", "FILES", "STATE", "STAYS", "IN USE", "LAST USED", "SOURCE", "PATH"),
             [_row(data) for data in staged],
         )
 
@@ -107,50 +107,79 @@ def verify(
 
 def clean(
     context: typer.Context,
-    directories: _Directories = None,
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH",
+            help="Remove only these: paths printed by `hpml stage`, or shm, local or a directory "
+            "given to --to.",
+            show_default="shm and local",
+        ),
+    ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also remove all unused data staged with --keep.")
+        bool,
+        typer.Option("--all", help="Also remove all unused data that you staged or jobs kept."),
     ] = False,
     older: Annotated[
         str | None,
         typer.Option(
             "--older",
             metavar="AGE",
-            help="Also remove data staged with --keep and unused for this long: 90m, 12h, 7d, 2w.",
+            help="Also remove data that you staged or jobs kept and that were not used for so "
+            "long: 90m, 12h, 7d, 2w.",
         ),
     ] = None,
-    mine: Annotated[
-        bool, typer.Option("--mine", help="Also remove what this shell or script staged.")
-    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove your unused staged data.
+    """Say what is staged here, and remove what killed jobs left behind.
 
-    This removes data of finished jobs and shells, and incomplete copies. Data staged with --keep is
-    removed only with --older or --all; data in use is never removed.
+    What you staged by hand, and what a job with `keep: true` left, is removed only by its path,
+    with --older or with --all; data in use is never removed.
     """
     if older is not None:
         refuse_with("--older", {"--all": everything})
-    if mine:
-        refuse_with("--mine", {"--dry-run": dry_run})
-    seconds = None if older is None else parse_age(older, field="--older")
-    bases = _bases(context, directories)
-    own = _leave(bases) if mine else []
-    done = clean_bases(bases, everything=everything, older_seconds=seconds, dry_run=dry_run)
-    done.removed[:0] = own
+    given = map(os.path.abspath, filter(None, places or []))
+    only = [path for path in given if base_above(os.path.dirname(path))]
+    if only:
+        refuse_with("PATH", {"--all": everything, "--older": older is not None})
+        if len(only) < len(places or []):
+            raise InputError("must all be staged data, or all directories", field="PATH")
+        _refuse_unknown(only)
+        bases = list(dict.fromkeys(map(base_above, only)))
+    else:
+        bases = _bases(context, places)
+    done = clean_bases(
+        bases,
+        only=only,
+        everything=everything,
+        older_seconds=None if older is None else parse_age(older, field="--older"),
+        now=time.time(),
+        dry_run=dry_run,
+    )
     if as_json:
         print_json(
             {
                 "dry_run": dry_run,
                 "bytes": done.bytes,
                 "removed": [asdict(data) for data in done.removed],
-                "leftovers": done.leftovers,
-                "kept": [{"path": path, "reason": reason} for path, reason in done.kept],
+                "kept": [{**asdict(data), "reason": reason} for data, reason in done.kept],
+                "failed": [{"path": path, "reason": reason} for path, reason in done.failed],
             }
         )
     else:
-        _print_cleaned(done, dry_run=dry_run)
+        _print_cleaned(done, bases, dry_run=dry_run)
+    if done.failed or (only and done.kept):
+        raise typer.Exit(StagingError.exit_code)
+
+
+def _refuse_unknown(paths: list[str]) -> None:
+    staged = [data.path for data in list_staged([*map(base_above, paths)])]
+    known = {*staged, *map(os.path.dirname, staged)}
+    for path in paths:
+        if path not in known:
+            hint = "`hpml stage ls` shows what is staged"
+            raise NotFoundError(f"nothing is staged at {shown(path)}", hint=hint)
 
 
 def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
@@ -165,46 +194,30 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
         if not is_directory(path):
             raise NotFoundError(
                 f"no such directory: {shown(path) or word or 'the empty path'}",
-                hint="DIR is shm, local or a directory that was given to --to",
+                hint="give shm, local or a directory that was given to --to",
             )
-        above = base_above(path)
-        if above:
-            raise InputError(
-                "is staged data; DIR is the directory it was staged to",
-                field="DIR",
-                value=shown(path),
-                hint=f"use {shown(above)}; --mine removes what this shell staged",
-            )
-        paths.append(path)
+        paths.append(base_above(path) or path)
     return list(dict.fromkeys(paths))
 
 
-def _leave(bases: list[str]) -> list[StoredData]:
-    """Remove what the calling shell staged; data in the cache only loses this user.
-
-    The last command of `bash -c` replaces the shell: then this process is the one that staged.
-    """
-    keys = {shell_key(calling_process()), shell_key(os.getpid())}
-    own = [data for data in list_staged(bases) if data.owner in keys and not data.kept]
-    for base in bases:
-        for key in keys:
-            JobArea(base, key).cleanup()
-    return own
-
-
 def _row(data: StoredData) -> tuple[str, ...]:
-    used = datetime.fromtimestamp(data.last_used).astimezone()
+    stays = "with its job" if data.job else "until cleaned" if data.by_hand else "while room"
+    stays = stays if data.job or data.state == "ok" else "-"
     return (
         data.name,
         human_bytes(data.bytes),
         str(data.files),
         data.state,
-        "yes" if data.kept else "no",
+        stays,
         shown(data.in_use) or "-",
-        used.strftime("%Y-%m-%d %H:%M"),
+        _minute(data.last_used),
         shown(data.source) or "-",
         shown(data.path),
     )
+
+
+def _minute(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _print_intact(report: VerifyReport) -> None:
@@ -231,14 +244,19 @@ def _report_json(report: VerifyReport) -> dict[str, object]:
     return {**asdict(report), "problems": problems}
 
 
-def _print_cleaned(done: Cleaned, *, dry_run: bool) -> None:
+def _print_cleaned(done: Cleaned, bases: list[str], *, dry_run: bool) -> None:
     verb = "would remove" if dry_run else "removed"
     for data in done.removed:
-        source = f" (copy of {shown(data.source)})" if data.source else ""
-        typer.echo(f"{verb} {shown(data.path)}{source}: {human_bytes(data.bytes)}")
-    for path in done.leftovers:
-        typer.echo(f"{verb} {shown(path)}")
-    for path, reason in done.kept:
-        typer.echo(f"kept: {shown(path)}: {shown(reason)}")
-    if not (done.removed or done.leftovers or done.kept):
-        typer.echo("nothing is staged", err=True)
+        typer.echo(f"{verb} {_described(data)}")
+    for data, reason in done.kept:
+        typer.echo(f"kept {_described(data)}: {shown(reason)}")
+    for path, reason in done.failed:
+        typer.echo(f"not removed: {shown(path)}: {shown(reason)}", err=True)
+    if not (done.removed or done.kept or done.failed):
+        typer.echo(f"nothing is staged in {', '.join(map(shown, bases))}", err=True)
+
+
+def _described(data: StoredData) -> str:
+    source = f", copy of {shown(data.source)}" if data.source else f", {data.state}"
+    size = f"{human_bytes(data.bytes)}, since {_minute(data.since)}"
+    return f"{shown(data.path)} ({size}{source})"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def submit_rendered(
     store: Store,
-    make: Callable[[], tuple[Rendered, str]],
+    make: Callable[[], Rendered],
     *,
     checked: bool,
     record: Mapping[str, object] | None = None,
@@ -42,7 +42,7 @@ def submit_rendered(
 
     Args:
         store: where records live.
-        make: returns the job and the name of its scheduler.
+        make: returns the job.
         checked: whether to check the job first.
         record: more for `submit.json`.
 
@@ -51,9 +51,8 @@ def submit_rendered(
     """
     submission = None
     try:
-        rendered, name = make()
         submission, scheduler = prepare_checked(
-            store, rendered, name, checked=checked, notice=notice, record=record
+            store, make(), checked=checked, notice=notice, record=record
         )
         # The first Ctrl-C waits for the answer, so that no job exists without being reported. A
         # second one does not wait.

@@ -28,6 +28,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
 from hpml_orchestrator.cli.sweeptext import (
+    print_front,
     print_plan,
     print_status,
     print_summary,
@@ -117,6 +118,10 @@ DetachOption = Annotated[
 ]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 
+MllogOption = Annotated[
+    str, typer.Option("--mllog", metavar="DIR", help="Write each run's MLLOG lines below DIR.")
+]
+
 group = typer.Typer(no_args_is_help=True)
 
 
@@ -141,9 +146,8 @@ def plan_(
     check_extra()
     options = (strong, weak, grid, repeats, batch, settings)
     planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
-    if as_json:  # asdict would copy every value of every point
-        points = [vars(point) for point in planned.points]
-        print_json({**asdict(replace(planned, points=())), "points": points})
+    if as_json:
+        print_json({**planned.head(), "points": [vars(point) for point in planned.points]})
     else:
         earlier = None
         with contextlib.suppress(HpmlError):  # there are no records before the first run
@@ -208,7 +212,10 @@ def _start(
 def repeat(
     context: typer.Context,
     sweep: SweepWord,
-    best: Annotated[int, typer.Option("--best", min=1, help="How many of the best settings.")] = 3,
+    best: Annotated[
+        int | None,
+        typer.Option("--best", min=1, help="How many of the best.", show_default="3, or the front"),
+    ] = None,
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Runs of each; 6 give a 95 % interval.")
     ] = 6,
@@ -229,7 +236,6 @@ def repeat(
         planned,
         best=best,
         repeats=repeats,
-        site=plan.site_of(planned, os.environ),
         argv=sys.argv,
         now=time.time(),
     )
@@ -341,6 +347,8 @@ def report(
     ] = "",
     markdown: MarkdownOption = False,
     as_json: JsonOption = False,
+    mlperf: Annotated[bool, typer.Option("--mlperf", help="Add times by MLPerf's rule.")] = False,
+    mllog: MllogOption = "",
 ) -> None:
     """Write or print the report of a sweep.
 
@@ -353,7 +361,10 @@ def report(
     check_extra()
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    shown = _load("sweeps.reporting").read_report(store, planned)
+    shown = _load("sweeps.reporting").read_report(store, planned, mlperf=mlperf)
+    if mllog:
+        logs = (store, shown.facts, planned.spec.target_accuracy, _path(mllog))
+        notice(f"wrote {counted(_load('sweeps.mlperf').write_logs(*logs), 'log')} below {mllog}")
     if as_json:
         print_json(shown.to_dict())
     elif markdown:
@@ -441,6 +452,7 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
         print_json(shown.to_dict())
     else:
         print_status(planned, progress, rows)
+        print_front(shown.facts)
         for sentence in shown.answer:
             typer.echo(sentence)
         typer.echo(f"report  {path}")

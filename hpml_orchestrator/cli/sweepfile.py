@@ -14,15 +14,14 @@ import typer
 from hpml_orchestrator.check.job import refusal
 from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
-from hpml_orchestrator.cli.jobfile import backend_name
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.render import backend_name
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobfile.document import parse_yaml, read_mapping
+from hpml_orchestrator.jobfile.load import parse_setting
+from hpml_orchestrator.jobfile.sweep import Sweep, make_sweep
+from hpml_orchestrator.records.job import JOB_FIELDS
 from hpml_orchestrator.runs.prepare import render_job
-from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.document import parse_yaml, read_mapping
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import parse_setting
-from hpml_orchestrator.spec.sweep import Sweep, make_sweep
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan
 
@@ -45,7 +44,6 @@ def plan_sweep(
 
     `options` are `--strong`, `--weak`, `--grid`, `--repeats`, `--batch` and `--set`.
     """
-    name, chosen = backend_name(backend, local=local), chosen_site(context)
     sweep = _sweep(file, *options)
     if sweep.searches:
         from hpml_orchestrator.sweeps.search import check_search  # noqa: PLC0415 - loads Optuna
@@ -53,9 +51,8 @@ def plan_sweep(
         check_search(sweep)
     return make_plan(
         sweep,
-        backend=name,
-        site=site_for(sweep.base, os.environ, chosen=chosen, backend=name),
-        chosen_site=chosen,
+        backend=backend_name(backend, local=local),
+        site=chosen_site(context),
         argv=sys.argv,
         now=time.time(),
     )
@@ -119,7 +116,7 @@ def _listed(text: str, option: str, example: str) -> tuple[str, list[object]]:
 
 def _axis(text: str) -> tuple[str, list[object]]:
     name, values = _listed(text, "--grid", "lr=0.1,0.2")
-    plain = not name.startswith("-") and "." not in name and name not in Job.model_fields
+    plain = not name.startswith("-") and "." not in name and name not in JOB_FIELDS
     return f"--{name}" if plain else name, values
 
 
@@ -132,9 +129,8 @@ def check_plan(planned: SweepPlan, store: Store) -> None:
     site = plan.site_of(planned, os.environ)
     shapes = sorted(planned.shapes, key=lambda shape: (shape.nodes, shape.gpus, shape.cores))
     for shape in reversed(shapes[-_CHECKED_SHAPES:]):
-        resolved = plan.job_of(planned, shape, "0")
-        rendered = render_job(resolved, site=site, here=planned.backend == "local")
-        found = check_rendered(rendered, planned.backend, store, walk_seconds=1.0)
+        rendered = render_job(plan.job_of(planned, shape, "0", site))
+        found = check_rendered(rendered, store, walk_seconds=1.0)
         if found.errors:
             fault = refusal(found.errors)
             values = [f"{name} = {value}" for name, value in shape.fixed.items()]

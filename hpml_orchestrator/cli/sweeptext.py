@@ -15,6 +15,7 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few, seconds_text
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.rows import PointRow
     from hpml_orchestrator.sweeps.table import SweepProgress
@@ -54,7 +55,8 @@ def print_summary(planned: SweepPlan, *, error: bool = False) -> None:
 
         lines.append(f"sampler   {sampler_text(planned.spec)}")
     else:
-        labels = [str(p.scale or _values(p.values)) for p in planned.points if not p.excluded]
+        kept = [point for point in planned.points if not point.excluded]
+        labels = [str(point.scale or _values(planned.values_of(point))) for point in kept]
         lines.append(f"order     {planned.spec.order}: {first_few(labels, _SHOWN_POINTS)}")
     gpus = f"{estimate.gpu_hours:.3g} GPU-hours, " if estimate.gpu_hours else ""
     costs = f"{gpus}{estimate.core_hours:.3g} core-hours"
@@ -76,7 +78,7 @@ def print_plan(planned: SweepPlan, finds: str) -> None:
                 (
                     str(point.number),
                     str(point.scale or "-"),
-                    _values(point.values) or "-",
+                    _values(planned.values_of(point)) or "-",
                     str(point.repeat + 1),
                     str(point.seed) if "seed" in planned.placeholders else "-",
                     str(point.batch_global or "-"),
@@ -91,10 +93,23 @@ def print_plan(planned: SweepPlan, finds: str) -> None:
 
 def _values(values: Mapping[str, object]) -> str:
     texts = {
-        name.rstrip("="): f"{value:.6g}" if isinstance(value, float) else value
+        name.rstrip("="): f"{value:.6g}"
+        if isinstance(value, float)
+        else value
+        if value is not None
+        else "-"
         for name, value in values.items()
     }
     return " ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def print_front(facts: SweepFacts) -> None:
+    """Print the settings that no other dominates in a sweep by several figures."""
+    if facts.front:
+        front = [facts.settings[number] for number in facts.front]
+        figures = [[f"{one.value:.4g}" for one in setting.objectives.values()] for setting in front]
+        rows = [(one.label, *texts) for one, texts in zip(front, figures, strict=True)]
+        print_table(("NOT DOMINATED", *map(str.upper, facts.objectives)), rows)
 
 
 def print_sweeps(entries: Sequence[tuple[SweepPlan, SweepProgress]]) -> None:
@@ -121,7 +136,7 @@ def print_status(planned: SweepPlan, progress: SweepProgress, rows: Sequence[Poi
         label = (row.point, f"trial {row.point}")
         if point is not None:
             scale = f"{planned.unit}={point.scale} " if point.scale else ""
-            label = (point.scale or 0, f"{scale}{_values(point.values)}".rstrip())
+            label = (point.scale or 0, f"{scale}{_values(planned.values_of(point))}".rstrip())
         groups.setdefault(label, []).append(row)
     shown = sorted(groups)[-_SHOWN_COMBINATIONS:]
     if len(shown) < len(groups):

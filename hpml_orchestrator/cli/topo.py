@@ -24,19 +24,19 @@ from hpml_orchestrator.cli.process import refuse_gone_directory
 from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, show_run, write_picture
 from hpml_orchestrator.cli.topopicture import boxes_of_plan
 from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
+from hpml_orchestrator.records.job import Policy
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.directives import effective_job, whole_nodes
-from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.job import Policy
-from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.records.job import Job
+    from hpml_orchestrator.site.model import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
 _EXCLUDES = {
@@ -205,9 +205,10 @@ def request_of_job(
         InputError: the job is wrong; or its nodes are of several kinds, and these differ; or a
             topology file of the profile cannot be read.
     """
-    resolved = site_for(job_file, os.environ, chosen=chosen_site(context))
-    job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
-    site = resolved.site if resolved else None
+    values = [parse_setting(setting) for setting in settings]
+    resolved = load_job(job_file, values, chosen_site(context))
+    job, profile = resolved.job, resolved.site
+    site = profile.site if profile else None
     asked = effective_job(job, site.directives) if site else job
     request = PlanRequest(
         job.resources.ranks,
@@ -218,7 +219,7 @@ def request_of_job(
         job.resources.gpu_count,
         None if whole_nodes(asked, site) else job.resources.ranks * job.resources.cpus_per_rank,
     )
-    return request, _site_node(job, resolved) if resolved else None
+    return request, _site_node(job, profile) if profile else None
 
 
 def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:

@@ -20,9 +20,9 @@ from hpml_orchestrator.cli.sweepfile import check_plan
 from hpml_orchestrator.diagnosis.apply import choose_changes
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.applied import record_applied
+from hpml_orchestrator.runs.apply import changed_file, write_changed
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import render_job
-from hpml_orchestrator.runs.tuned import tune, write_tuned
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.trial import make_trial, summary_lines
@@ -66,20 +66,20 @@ def _apply(
     store, chosen = store_of(context), choose_changes(diagnosis)
     backend = str(submission.record()["backend"])
     site = site_for(target, os.environ, chosen=chosen_site(context), backend=backend)
-    tuned = tune(submission, chosen, target, site)
-    rendered = render_job(tuned.resolved, site=tuned.site, here=backend == "local")
-    report = check_rendered(rendered, backend, store, walk_seconds=1.0)
+    changed = changed_file(submission, chosen, target, site)
+    rendered = render_job(replace(changed.resolved, backend=backend))
+    report = check_rendered(rendered, store, walk_seconds=1.0)
     if report.errors:
         raise refusal(report.errors)
-    write_tuned(tuned)
-    record_applied(store, submission.label, chosen, tuned.resolved.job)
-    typer.echo("\n".join(tuned.diff))
+    write_changed(changed)
+    record_applied(store, submission.label, chosen, changed.resolved.job)
+    typer.echo("\n".join(changed.diff))
     for one in chosen.made:
         accuracy = "; it can alter the accuracy" if one.change.touches_accuracy else ""
         typer.echo(f"changed   {one.reason}{accuracy}")
     for advice in chosen.left:
         typer.echo(f"to do     {advice}")
-    for note in tuned.notes:
+    for note in changed.notes:
         notice(f"note: {note}")
     for warning in report.warnings:
         notice(f"warning: {warning}")

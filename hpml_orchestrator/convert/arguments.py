@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.values import HOLE, hole_names
-from hpml_orchestrator.spec.text import NODE_DIRECTORIES, PER_RANK, PLACEHOLDER
+from hpml_orchestrator.jobfile.text import NODE_DIRECTORIES, PER_RANK, PLACEHOLDER
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.body import Body
@@ -130,7 +130,6 @@ class Placeholders:
 
 def shell_word(value: str) -> str:
     """Return a value as one word of a shell line, with variables in place of placeholders."""
-    value = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', value)
     value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
     value = re.sub(r"\{(local|shm)\.dir\}", lambda m: f'\0"$HPML_{m[1].upper()}_DIR"\0', value)
     value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')

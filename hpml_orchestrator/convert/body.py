@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.copies import LOCAL, Copies, lost_results
-from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
+from hpml_orchestrator.convert.launch import Launch
+from hpml_orchestrator.convert.launchers import PYTHON, remove_launchers
 from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
 from hpml_orchestrator.convert.resources import check_devices
 from hpml_orchestrator.convert.shell import Command, Part, ShellWord, Statement, parse_script
@@ -407,6 +408,10 @@ def _source(body: Body, command: Command, words: list[str]) -> None:
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
     conda = environment or re.search(r"(conda|mamba|miniforge)\d*$", directory)
     known = directory and not has_hole(path) and body.values.directory
+    # `source activate NAME` is conda's old command, found on PATH; it has the same names and paths.
+    if path == "activate" and environment and len(words) == len(("source", path, environment)):
+        _conda(body, command, ["conda", "activate", environment])
+        return
     if script == "activate" and known and not conda:
         body.add("venv", command, os.path.join(body.values.directory, directory))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.values import HOLE, has_hole, hole_names, shown
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.text import NODE_DIRECTORIES
+from hpml_orchestrator.jobfile.text import NODE_DIRECTORIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,13 +1,8 @@
-"""Read the script, and write the text of the job file."""
+"""Read the script."""
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
-
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedSeq
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 
@@ -53,31 +48,3 @@ def read_script(path: Path) -> str:
             f"{path} is not UTF-8 text (line {line})",
             hint="`iconv -f latin1 -t utf-8` converts the text of older editors",
         ) from None
-
-
-def job_text(job: dict[str, object], comments: list[str]) -> str:
-    """Return the text of a job file: shell lines as a block, lists of words on one line."""
-    yaml = YAML()
-    yaml.width = 96
-    yaml.allow_unicode = True
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    stream = io.StringIO()
-    yaml.dump(_styled(job), stream)
-    return "".join(f"# {comment}\n" for comment in comments) + stream.getvalue()
-
-
-def _styled(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _styled(item) for name, item in value.items()}
-    if isinstance(value, list):
-        styled = CommentedSeq(_styled(item) for item in value)
-        if not any(isinstance(item, dict) for item in value):
-            styled.fa.set_flow_style()
-        return styled
-    if not isinstance(value, str):
-        return value
-    if not all(row.isprintable() for row in value.split("\n")):
-        return DoubleQuotedScalarString(value)  # escaped: YAML folds some of them as line ends
-    if "\n" in value and value[0] not in " \n":
-        return LiteralScalarString(value)
-    return value

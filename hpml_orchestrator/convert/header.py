@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.slurm.options import (
-    SBATCH,
-    HeaderError,
-    Option,
-    header_words,
-    read_options,
-)
-from hpml_orchestrator.spec.checkpoint import SIGNALS
-from hpml_orchestrator.spec.values import (
+from hpml_orchestrator.records.job import SIGNALS
+from hpml_orchestrator.records.units import (
     Gpus,
     parse_count,
     parse_gpu_option,
     parse_mebibytes,
     parse_time_limit,
     split_list,
+)
+from hpml_orchestrator.scheduler.slurm.options import (
+    SBATCH,
+    HeaderError,
+    Option,
+    header_words,
+    read_options,
 )
 
 if TYPE_CHECKING:

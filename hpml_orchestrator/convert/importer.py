@@ -7,13 +7,12 @@ import re
 import shlex
 from dataclasses import dataclass
 from getpass import getuser
-from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.arguments import SIZES, Placeholders, shell_word
+from hpml_orchestrator.convert.binding import OPENMP, OPENMP_REASON
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, read_body
-from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
 from hpml_orchestrator.convert.report import ImportNote, ImportReport
@@ -26,22 +25,26 @@ from hpml_orchestrator.convert.resources import (
 )
 from hpml_orchestrator.convert.values import HOLE, Values, has_hole, shown
 from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.spec.job import Job, Resources
-from hpml_orchestrator.spec.values import format_time, size_text
+from hpml_orchestrator.jobfile.load import merge
+from hpml_orchestrator.jobfile.validate import resolved_job
+from hpml_orchestrator.jobfile.write import job_text
+from hpml_orchestrator.records.job import Job, Json, Resources
+from hpml_orchestrator.records.units import format_time, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ORDER = (
-    "name array launcher mpi script module command args workdir resources environment stage "
-    "collect checkpoint"
+    "name array launcher mpi script module command args workdir resources binding environment "
+    "stage collect checkpoint"
 )
-_HOUR_SECONDS = 3600
 _OPTIONS = {  # that fields of resources come from
+    "nodes": "nodes ntasks gpus",
     "gpus": "gres gpus-per-node gpus gpus-per-task",
     "memory": "mem mem-per-cpu mem-per-gpu",
     **dict.fromkeys(("ranks_per_node", "ranks_per_gpu"), "ntasks-per-node ntasks"),
-    "cpus_per_rank": "cpus-per-task",
+    "cpus_per_rank": "cpus-per-task cpus-per-gpu",
+    "extra": "signal",  # the only option there that a job may not have
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
@@ -81,9 +84,9 @@ class ImportContext:
 
 @dataclass(frozen=True)
 class Imported:
-    """A job file made from a script: its fields, its YAML text, and the findings by line."""
+    """A job file made from a script: its job with absolute paths, its text, findings by line."""
 
-    job: dict[str, Any]
+    job: Job
     text: str
     findings: tuple[ImportNote, ...]
 
@@ -109,7 +112,7 @@ class _Import:
     def __init__(self, text: str, name: str, context: ImportContext) -> None:
         self.name, self.context = name, context
         self.report = ImportReport()
-        self.fields: dict[str, Any] = {}
+        self.fields: Json = {}
         self.origins: dict[str, str] = {}  # of fields: the line of the script, for errors
         self.header = read_header(text, self.report)
         # Slurm sets the script's variables from the header alone. Options of srun join the header
@@ -129,7 +132,7 @@ class _Import:
         places = [line.value for line in self.body.lines if line.kind == "cd"]
         self.workdir = places[-1] if places else start
 
-    def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
+    def put(self, field: str, value: object, *options: str, origin: str = "") -> None:
         """Set a field by its dotted name; it comes from an option, a line or the launch."""
         option = self.header.option(*options)
         where = f"line {option.line}: {option.shown}" if option else origin
@@ -154,29 +157,28 @@ class _Import:
         self._put_checkpoint()
         self._put_data()
         self.report.entries |= self.launch.report.entries
-        job = self._checked()
+        fields = {name: self.fields[name] for name in _ORDER.split() if name in self.fields}
+        job = self._job(fields)
         findings = self.report.findings()
         lost = sum(finding.kind == "lost" for finding in findings)
         shown_name = "".join(c if c.isprintable() else "\ufffd" for c in self.name)
         comments = [f"Made from {shown_name} by hpml import; relative paths count from this file."]
         if lost:
             comments.append(f"Not carried over: {counted(lost, 'line')}, see `hpml import`.")
-        return Imported(job, job_text(job, comments), findings)
+        if self.size.question:
+            comments += self.size.question.split("\n")
+        return Imported(job, job_text(fields, comments), findings)
 
-    def _checked(self) -> dict[str, Any]:
-        fields = {name: self.fields[name] for name in _ORDER.split() if name in self.fields}
+    def _job(self, fields: Json) -> Job:
         try:
-            Job.model_validate(fields)
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+            return resolved_job(merge(fields).fields, Path(self.context.base), (), "")
+        except InputError as error:
+            problem, field = error.problems[0], error.problems[0].field
             origins = [text for name, text in self.origins.items() if f"{field}.".startswith(name)]
-            message = str(problem["msg"]).removeprefix("Value error, ")
             raise InputError(
-                f"{origins[-1] if origins else 'the job'}: {field} {message}",
+                f"{origins[-1] if origins else 'the job'}: {field} {problem.message}",
                 hint="change the script, or write the job file by hand",
             ) from None
-        return fields
 
     def _divide_lines(self) -> None:
         """Decide which copies become `stage` and `collect`, and which lines stay in setup."""
@@ -210,9 +212,8 @@ class _Import:
             why = f"the module {others[0]} has another MPI, and hpml starts Open MPI's mpirun only"
             hint = "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place"
             raise launch.refused(launch.source, why, hint)
-        if launcher != "torchrun":
-            self.put("launcher", launcher)
-        if launcher == "srun" and launch.mpi not in ("", "none"):
+        self.put("launcher", launcher)
+        if launcher == "srun" and launch.mpi:
             self.put("mpi", launch.mpi)
         several = self.size.ranks * self.size.nodes > 1 and not PYTHON.fullmatch(launch.program)
         if launch.launcher == "srun" and several and not launch.mpi:
@@ -263,10 +264,13 @@ class _Import:
             self.put("environment.python", named if "/" in python else python)
 
     def _put_resources(self) -> None:
-        size, header = self.size, self.header
-        gpus, kinds = size.gpus.count, str(size.gpus) or "0"
+        size, header, sizes = self.size, self.header, self.launch.sizes
+        gpus, kinds = size.gpus.count, str(size.gpus) or "0" * bool(header.gpus)
         shared = size.ranks // gpus if gpus and size.ranks % gpus == 0 else 1
-        default = gpus * shared or 1
+        states_ranks = header.option("ntasks-per-node", "ntasks") or any(
+            word.isdecimal() for name, word in sizes.items() if name != "nodes"
+        )
+        default = 0 if states_ranks and shared == 1 else gpus * shared or 1
         seconds, time = header.numbers.get("time"), header.option("time")
         if time is None:
             why = "hpml asks for an hour, sbatch for the partition's default"
@@ -276,22 +280,27 @@ class _Import:
             self.report.lost(time.line, time.shown, why, "write resources.time")
         values = {
             "nodes": size.nodes,
-            "gpus": int(kinds) if kinds.isdigit() else kinds,
-            "ranks_per_gpu": shared,
-            "ranks_per_node": None if size.ranks == default else size.ranks,
+            "gpus": int(kinds) if kinds.isdigit() else kinds or None,
+            "ranks_per_gpu": shared if shared > 1 else None,
+            "ranks_per_node": size.ranks if size.ranks != default else None,
             "cpus_per_rank": size.cpus_per_rank,
             "memory": size_text(size.memory_mb) if size.memory_mb else None,
-            "time": format_time(seconds or _HOUR_SECONDS),
+            "time": format_time(seconds) if seconds else None,
             **{n: header.text(n) or None for n in ("partition", "account", "qos", "constraint")},
-            "exclusive": "exclusive" in header.options,
-            "extra": list(header.extra.values()),
+            "exclusive": "exclusive" in header.options or None,
+            "extra": [*header.extra.values()] or None,
         }
+        defaults = Resources.written_defaults()
         for field, value in values.items():
-            if str(value) != str(Resources.model_fields[field].default):
-                self.put(f"resources.{field}", value, *_OPTIONS.get(field, field).split())
+            options = _OPTIONS.get(field, field).split()
+            # also where the script states hpml's default: a site profile may have another
+            if value is not None and (value != defaults[field] or header.option(*options)):
+                self.put(f"resources.{field}", value, *options)
         if header.mail_on:
             to = header.text("mail-user") or self.context.environment.get("USER") or getuser()
             self.put("resources.mail", {"to": to, "on": header.mail_on}, "mail-user", "mail-type")
+        if self.launch.binding:
+            self.put("binding", self.launch.binding)
 
     def _put_checkpoint(self) -> None:
         header = self.header
@@ -349,10 +358,20 @@ class _Import:
         return lines
 
     def _read_line(self, line: Line) -> None:
+        openmp = OPENMP & line.assigned.keys() if self.launch.binding != "none" else ()
+        for name in openmp:
+            self.report.add("dropped", line.line, line.source, OPENMP_REASON)
+            del line.assigned[name]
+        if openmp and not line.assigned:
+            line.in_setup = False
+            return
         placed = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
         is_known = not any(map(has_hole, placed.values()))
-        if placed and is_known and (SIZES.search(line.source) or _ARGUMENTS.search(line.source)):
-            words = (f"{name}={shell_word(value)}" for name, value in placed.items())
+        is_rewritten = openmp or SIZES.search(line.source) or _ARGUMENTS.search(line.source)
+        if placed and is_known and is_rewritten:
+            # Setup does not know the paths of staged data: there the script's own stay.
+            there = {k: line.assigned[k] if "{stage." in v else v for k, v in placed.items()}
+            words = (f"{name}={shell_word(value)}" for name, value in there.items())
             line.source = "export " * line.exported + " ".join(words)
         if line.kind == "keep" and (match := _LATER.search(line.source)):
             raise _computed_later(line.line, line.source, match[1])
@@ -378,6 +397,7 @@ class _Import:
             "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
             **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
             "SLURM_NTASKS_PER_NODE": size.ranks,
+            **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), size.nodes),
         }
         for name, value in own.items():
             given = self.known.get(name, "")
@@ -389,28 +409,34 @@ class _Import:
         """Set the environment that the header's `--export` asks for, also for setup's lines."""
         option = self.header.option("export")
         parts = [part for part in option.value.split(",") if part] if option else []
-        if option and not {"ALL", "all"} & set(parts):
-            self.put("environment.inherit", "minimal", "export")
+        if option:
+            inherit = "all" if {"ALL", "all"} & set(parts) else "minimal"
+            self.put("environment.inherit", inherit, "export")
         for part in parts:
             name, equals, value = part.partition("=")
             value = value if equals else self.context.environment.get(name, "")
-            if value:
+            if value and (name not in OPENMP or self.launch.binding == "none"):
                 self.put(f"environment.variables.{name}", value, "export")
                 if any(name in line for line in lines):
                     lines.insert(0, f"export {name}={shlex.quote(value)}")
 
     def _put_variable(self, name: str, value: str, line: int, text: str) -> None:
-        """Set a variable of the ranks; in setup if only the job can compute its value."""
+        """Set a variable of the ranks; in setup if only the job can compute its value.
+
+        The paths of staged data are not known there yet.
+        """
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
         placed = self.arguments.placed(value)
         splits = re.search('\0(?!")[^\0]', placed)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
             check_devices(self.body.values, line, placed)
+        elif name in OPENMP and self.launch.binding != "none":
+            self.report.add("dropped", line, text, OPENMP_REASON)
         elif name in PROVIDED or placed == default.get(name):
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
         elif has_hole(placed) and name in SET_LATER:
             raise _computed_later(line, text, name)
-        elif has_hole(placed) and not splits:
+        elif has_hole(placed) and not splits and "{stage." not in placed:
             self.arguments.exports[name] = f"export {name}={shell_word(placed)}"
         else:
             if _SECRET.search(name):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, ImportReport
+from hpml_orchestrator.convert.binding import lose_cpu_bind, read_binding, read_cpu_bind
+from hpml_orchestrator.convert.launch import Launch
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT
 from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import (
@@ -27,79 +29,6 @@ if TYPE_CHECKING:
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
-
-
-@dataclass
-class Launch:
-    """A program that the script starts.
-
-    Attributes:
-        line: where.
-        source: as written.
-        words: the command line; the program and its arguments after the launchers are removed.
-        directory: its working directory; empty if only the job can compute it.
-        launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
-        sizes: what the line requests, as text: `nodes`, and ranks `per_node` or in `total`.
-        outer: sizes of an srun around the launcher.
-        options: srun's own options.
-        mpi: of srun's `--mpi`.
-        container: of pyxis: engine, image and mounts.
-        variables: environment of this line alone.
-        python: the interpreter that ran the launcher.
-        report: what its options change; used if the job file starts this launch.
-        error: why a job file cannot start it.
-    """
-
-    line: int
-    source: str
-    words: list[str]
-    directory: str
-    launcher: str = ""
-    sizes: dict[str, str] = field(default_factory=dict)
-    outer: dict[str, str] | None = None
-    options: list[Option] = field(default_factory=list)
-    mpi: str = ""
-    container: dict[str, object] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-    python: str = ""
-    report: ImportReport = field(default_factory=ImportReport)
-    error: InputError | None = None
-
-    @property
-    def program(self) -> str:
-        """Name of the program without its directory; empty if no word is left."""
-        return os.path.basename(self.words[0]) if self.words else ""
-
-    def size(self, name: str) -> int | None:
-        """Return one of the sizes as a number; None if the line does not have it.
-
-        Raises:
-            InputError: it is not a positive whole number, or only the job can compute it.
-        """
-        if name not in self.sizes:
-            return None
-        text = self.sizes[name]
-        if not re.fullmatch(r"0*[1-9][0-9]{0,6}", text):
-            raise self.refused(text, "a job file needs this number", "write it as a number")
-        return int(text)
-
-    def refused(self, text: str, why: str, hint: str) -> InputError:
-        """Return the error about a part of the line."""
-        return InputError(f"line {self.line}: {shown(text)}: {why}", hint=hint)
-
-    def lost(self, text: str, why: str, todo: str = "") -> None:
-        """Report a part of the line that the job file does not have."""
-        self.report.lost(self.line, shown(text), why, todo)
-
-    def changed(self, why: str, todo: str = "") -> None:
-        """Report that the job file does this in another way."""
-        self.report.changed(self.line, self.source, why, todo)
-
-    def set(self, setting: str) -> None:
-        """Set a variable of its environment from NAME=VALUE."""
-        name, equals, value = setting.partition("=")
-        if equals:
-            self.variables[name] = value
 
 
 def remove_launchers(launch: Launch) -> None:
@@ -127,6 +56,7 @@ def remove_launchers(launch: Launch) -> None:
         elif PYTHON.fullmatch(program) and rest[:1] == ["-m"] and "".join(rest[1:2]) in _MODULES:
             launch.python, launch.words = words[0], rest[1:]
             _read_launcher(launch, _MODULES[rest[1]])
+    read_cpu_bind(launch)
 
 
 def _read_prefix(launch: Launch) -> None:
@@ -186,8 +116,8 @@ _DEEPSPEED = _Launcher(
 _MPIRUN = _Launcher(
     "mpirun",
     "np=total n=total c=total npernode=per_node N=per_node x=$ hostfile=hosts machinefile=hosts "
-    "H=hosts host=hosts prefix default-hostfile display map-by! bind-to! rank-by! rf! rankfile! "
-    "mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_",
+    "H=hosts host=hosts prefix default-hostfile display map-by=map_by bind-to=bind_to "
+    "rank-by! rf! rankfile! mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_",
     "oversubscribe allow-run-as-root report-bindings display-map tag-output v q verbose quiet "
     "nooversubscribe",
 )
@@ -218,6 +148,7 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
     if who == "accelerate" and launch.words[1:2] != ["launch"]:
         return
     if launch.launcher == "srun":
+        lose_cpu_bind(launch)
         launch.outer = launch.sizes
     launch.launcher, launch.words = table.launcher, launch.words[1 + (who == "accelerate") :]
     if who == "mpiexec.hydra":
@@ -225,7 +156,9 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
         raise launch.refused(who, why, "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place")
     launch.sizes = {}
     names = _read_options(launch, table, who)
-    if (hosts := launch.sizes.pop("hosts", "")) and not {"per_node", "total"} & {*launch.sizes}:
+    read_binding(launch, names, who)
+    hosts = launch.sizes.pop("hosts", "")
+    if hosts and not {"per_node", "per_domain", "total"} & {*launch.sizes}:
         why = "the list of hosts decides the number of ranks"
         raise launch.refused(hosts, why, f"write the number as an option of {who}")
     if table == _MPIRUN and ":" in launch.words:
@@ -294,8 +227,9 @@ _SRUN_RESOURCES = frozenset(
     "ntasks-per-gpu mem mem-per-cpu mem-per-gpu time partition account qos constraint reservation "
     "nodelist exclude".split()
 )
+_BINDS = "hpml binds the ranks itself"
 _SRUN_BINDING = frozenset(
-    "cpu-bind gpu-bind mem-bind distribution hint threads-per-core accel-bind ntasks-per-socket "
+    "gpu-bind mem-bind distribution hint threads-per-core accel-bind ntasks-per-socket "
     "ntasks-per-core".split()
 )
 
@@ -318,6 +252,8 @@ def _read_srun(launch: Launch) -> None:
             launch.sizes[_SRUN_SIZES[option.name]] = option.value.partition("-")[0]
         if option.name in _SRUN_RESOURCES:
             launch.options.append(option)
+        elif option.name == "cpu-bind":
+            launch.sizes["cpu_bind"] = option.value
         elif option.name not in _SRUN_QUIET:
             _srun_option(launch, option)
 
@@ -342,7 +278,9 @@ def _srun_option(launch: Launch, option: Option) -> None:
     elif name in ("output", "error"):
         launch.report.changed(launch.line, shown(f"srun {option.shown}"), *OUTPUT)
     elif name in _SRUN_BINDING:
-        _ignore_binding(launch, option)
+        why, todo = ALL_GPUS if name in HIDES_GPUS else (_BINDS, "see `binding`")
+        if value != "none":
+            launch.lost(f"srun {option.shown}", why, todo)
     else:
         why = "a job file has no counterpart of this option"
         hint = (
@@ -351,19 +289,8 @@ def _srun_option(launch: Launch, option: Option) -> None:
         raise launch.refused(f"srun {option.shown}", why, hint)
 
 
-def _ignore_binding(launch: Launch, option: Option) -> None:
-    why, shown_option = "hpml binds the ranks itself", f"srun {option.shown}"
-    if option.value != "none":
-        own = (why, "see `binding`")
-        launch.lost(shown_option, *(ALL_GPUS if option.name in HIDES_GPUS else own))
-    elif option.name == "cpu-bind":
-        todo = "`binding: none` leaves all CPUs of the job to each rank"
-        launch.report.changed(launch.line, shown(shown_option), why, todo)
-
-
 def _refuse_binding(launch: Launch) -> None:
-    why = "hpml binds the ranks itself"
-    raise launch.refused(launch.program, why, "remove it; set `binding` in the job file")
+    raise launch.refused(launch.program, _BINDS, "remove it; set `binding` in the job file")
 
 
 _READERS: dict[str, Callable[[Launch], None]] = {

@@ -6,15 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert.binding import ranks_per_domain
 from hpml_orchestrator.convert.header import apply_option
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
 from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.spec.values import Gpus, size_text
+from hpml_orchestrator.records.units import Gpus, size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.header import Header
-    from hpml_orchestrator.convert.launchers import Launch
+    from hpml_orchestrator.convert.launch import Launch
     from hpml_orchestrator.convert.report import ImportReport
     from hpml_orchestrator.convert.values import Values
 
@@ -153,13 +154,17 @@ def add_srun_options(header: Header, launch: Launch, report: ImportReport) -> No
 
 @dataclass(frozen=True)
 class ScriptSize:
-    """What the job file asks for; `ranks`, `gpus` and `memory_mb` are per node."""
+    """What the job file asks for; `ranks`, `gpus` and `memory_mb` are per node.
+
+    `question` is for a comment of the job file, if only the user can know the number of nodes.
+    """
 
     nodes: int
     ranks: int
     cpus_per_rank: int
     gpus: Gpus
     memory_mb: int | None
+    question: str = ""
 
 
 def job_size(header: Header, given: Allocation, launch: Launch, report: ImportReport) -> ScriptSize:
@@ -168,9 +173,14 @@ def job_size(header: Header, given: Allocation, launch: Launch, report: ImportRe
     Raises:
         InputError: the launch does not use the nodes of the header alike.
     """
-    nodes = given.nodes
-    ranks = _ranks(given, launch)
-    if (started := _started_nodes(given, launch)) != nodes:
+    question, started, nodes = "", _started_nodes(given, launch), given.nodes
+    is_local = launch.launcher in ("", "torchrun", "horovodrun") and launch.outer is None
+    if started < nodes and is_local:
+        question = _ask_nodes(header, nodes, started, launch, report)
+        nodes = started
+        given = dataclasses.replace(given, nodes=started)
+    ranks = _ranks(header, given, launch)
+    if started != nodes:
         why = f"starts the program on {started} of the header's {nodes} nodes"
         raise launch.refused(
             launch.source, why, f"write the launch for {nodes}, or --nodes={started}"
@@ -199,7 +209,21 @@ def job_size(header: Header, given: Allocation, launch: Launch, report: ImportRe
     hides = header.option(*HIDES_GPUS)
     if hides and given.gpus.count > 1 and launch.launcher != "torchrun":
         report.changed(hides.line, hides.shown, *ALL_GPUS)
-    return ScriptSize(nodes, ranks, cpus, given.gpus, _memory(header, given, report))
+    memory = _memory(header, given, report)
+    return ScriptSize(nodes, ranks, cpus, given.gpus, memory, question)
+
+
+def _ask_nodes(
+    header: Header, nodes: int, started: int, launch: Launch, report: ImportReport
+) -> str:
+    """Report that the program leaves nodes of the header idle, and return the question."""
+    option = header.option("nodes", "ntasks", "gpus")
+    line, text = (option.line, option.shown) if option else (launch.line, launch.source)
+    why = f"the program starts on {started} of the header's {nodes} nodes; the others would be idle"
+    todo = f"is it distributed? Then write resources.nodes: {nodes}, and launcher: torchrun "
+    todo += "(PyTorch), srun or mpirun"
+    report.lost(line, text, why, todo)
+    return f"Question: {why}.\n{todo[0].upper()}{todo[1:]}."
 
 
 def _started_nodes(given: Allocation, launch: Launch) -> int:
@@ -209,7 +233,7 @@ def _started_nodes(given: Allocation, launch: Launch) -> int:
     return launch.size("nodes") or default
 
 
-def _ranks(given: Allocation, launch: Launch) -> int:
+def _ranks(header: Header, given: Allocation, launch: Launch) -> int:
     if not launch.launcher:
         return 1
     word = launch.sizes.get("per_node", "")
@@ -221,9 +245,13 @@ def _ranks(given: Allocation, launch: Launch) -> int:
             )
         return given.cpus if word == "cpu" else given.gpus.count or given.cpus
     per_node, total = launch.size("per_node"), launch.size("total")
+    if total is None and per_node is None:
+        tasks = given.tasks // given.nodes if given.tasks else None
+        per_node = ranks_per_domain(launch, header, tasks)
+    placed = per_node or "per_domain" in launch.sizes
     if total is None:
         total = per_node * given.nodes if per_node else given.tasks or given.nodes
-    if launch.launcher == "mpirun" and given.nodes > 1 and total != given.tasks and not per_node:
+    if launch.launcher == "mpirun" and given.nodes > 1 and total != given.tasks and not placed:
         why = f"mpirun fills one node after the other; the header has {given.tasks or 1} tasks"
         raise launch.refused(launch.source, why, "write --ntasks-per-node, or mpirun -npernode")
     if total % given.nodes or (per_node and per_node * given.nodes != total):

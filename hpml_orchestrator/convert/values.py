@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.shell import Part
-from hpml_orchestrator.spec.text import NODE_DIRECTORIES
+from hpml_orchestrator.jobfile.text import NODE_DIRECTORIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

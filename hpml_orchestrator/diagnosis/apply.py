@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.errors import InputError
-
-if TYPE_CHECKING:
-    from hpml_orchestrator.records.schema import JobFields
+from hpml_orchestrator.records.job import Job
 
 _SHORT_FORMS = {"binding": "policy", "monitor": "enabled", "checkpoint": "enabled"}
 
@@ -58,6 +55,7 @@ def choose_changes(diagnosis: Diagnosis) -> Chosen:
 
     Two changes conflict if one sets a field that the other sets, or one in it.
     """
+    job = diagnosis.facts.job
     made: list[Made] = []
     left: list[str] = []
     for finding in diagnosis.findings:
@@ -67,7 +65,7 @@ def choose_changes(diagnosis: Diagnosis) -> Chosen:
                 reasons.append(change.text)
                 continue
             try:
-                fields = fields_of(diagnosis.facts.job, change)
+                fields = fields_of(job, change)
             except InputError as error:
                 reasons.append(f"{change.text}: {error.message}")
                 continue
@@ -94,16 +92,13 @@ def next_step(diagnosis: Diagnosis) -> str:
     job, run = diagnosis.facts.job, diagnosis.facts.run
     if diagnosis.facts.failed and not diagnosis.findings:
         return f"hpml logs {run}"
-    variables = job["environment"]["variables"]
-    if not run or "SUBMITIT_EXECUTOR" in variables or not choose_changes(diagnosis).made:
+    if not run or job.has_submitit or not choose_changes(diagnosis).made:
         return ""
-    directory = job["checkpoint"]["directory"]
-    per_run = any(one in directory for one in ("{run.id}", "{array.index}"))
-    shares = job["checkpoint"]["enabled"] and directory.startswith("/") and not per_run
+    shares = job.checkpoint.enabled and not job.checkpoint.is_per_run
     return f"hpml report {run} --apply tuned.yaml{'' if shares else ', or --try'}"
 
 
-def fields_of(job: JobFields, change: Change) -> dict[str, object]:
+def fields_of(job: Job, change: Change) -> dict[str, object]:
     """Return the fields that a change sets, with those that must follow it.
 
     Data that are staged newly reach the program only if its arguments name the copy, so the path of
@@ -120,10 +115,11 @@ def fields_of(job: JobFields, change: Change) -> dict[str, object]:
         fields |= _staged_arguments(changed_job(changed, fields), entry)
     if changed_job(job, fields) == job:
         raise InputError("the job file has that already")
-    return {name: value for field in fields.items() for name, value in _entries(job, *field)}
+    before = job.to_json()
+    return {name: value for field in fields.items() for name, value in _entries(before, *field)}
 
 
-def _entries(job: JobFields, name: str, value: object) -> Iterator[tuple[str, object]]:
+def _entries(job: Mapping[str, object], name: str, value: object) -> Iterator[tuple[str, object]]:
     old: object = job
     for part in name.split("."):
         old = old.get(part) if isinstance(old, dict) else None
@@ -135,24 +131,23 @@ def _entries(job: JobFields, name: str, value: object) -> Iterator[tuple[str, ob
             yield f"{name}.{index}", entry
 
 
-def _stages(job: JobFields) -> list[tuple[str, str]]:
-    return [(entry["name"], entry["source"]) for entry in job["stage"]]
+def _stages(job: Job) -> list[tuple[str, str]]:
+    return [(entry.name, entry.source) for entry in job.stage]
 
 
-def _staged_arguments(job: JobFields, stage: tuple[str, str]) -> dict[str, object]:
+def _staged_arguments(job: Job, stage: tuple[str, str]) -> dict[str, object]:
     name, source = stage
     word = f"{{stage.{name}}}"
-    workdir = job["workdir"]
-    given: dict[str, str | list[str] | None] = {"args": job["args"], "command": job["command"]}
-    for key, value in job["environment"]["variables"].items():
+    given: dict[str, str | list[str]] = {"args": [*job.args], "command": [*(job.command or ())]}
+    for key, value in job.environment.variables.items():
         given[f"environment.variables.{key}"] = value
     # The program names the copy already, in an argument or through a variable.
     if any(word in str(value) for value in given.values()):
         return {}
     fields: dict[str, object] = {}
     for field, words in given.items():
-        listed = [words] if isinstance(words, str) else list(words or ())
-        replaced = [_with_copy(one, source, word, workdir) for one in listed]
+        listed = [words] if isinstance(words, str) else words
+        replaced = [_with_copy(one, source, word, job.workdir) for one in listed]
         if replaced != listed:
             fields[field] = replaced[0] if isinstance(words, str) else replaced
     if not fields:
@@ -178,13 +173,13 @@ def _with_copy(word: str, source: str, copied: str, workdir: str) -> str:
     return word
 
 
-def changed_job(job: JobFields, fields: Mapping[str, object]) -> JobFields:
+def changed_job(job: Job, fields: Mapping[str, object]) -> Job:
     """Return a job with other values of some fields; None removes a field.
 
     Raises:
         InputError: a list has no such entry.
     """
-    changed = copy.deepcopy(job)
+    changed = job.to_json()
     for name, value in fields.items():
         here: Any = changed
         *path, last = _spelled_out(name, value).split(".")
@@ -195,10 +190,10 @@ def changed_job(job: JobFields, fields: Mapping[str, object]) -> JobFields:
         if value is None and isinstance(here, dict):
             here.pop(last, None)
         elif isinstance(here, list) and last == str(len(here)):
-            here.append(copy.deepcopy(value))
+            here.append(value)
         else:
-            here[_key(here, last, name)] = copy.deepcopy(value)
-    return changed
+            here[_key(here, last, name)] = value
+    return Job.from_json(changed)
 
 
 def _key(here: object, part: str, name: str) -> str | int:

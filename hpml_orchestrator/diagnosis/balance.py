@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.averaging import averaging, larger_buckets
 from hpml_orchestrator.diagnosis.contention import (
     also_contended,
     contended,
@@ -148,7 +149,7 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
         evidence.append(slow.how)
     elif shared and (whole := train_share(facts)):
         saves = (1 - min(shared.values())) * whole
-    policy = facts.job["binding"]["policy"]
+    policy = facts.job.binding.policy
     changes = []
     if policy == "none":
         changes.append(Change("have hpml bind the ranks", "binding.policy", "gpu-local"))
@@ -247,11 +248,14 @@ def _less_communication(facts: Facts) -> list[Change]:
     nodes = facts.node_count
     fewer = "exchange gradients less often: a larger batch per rank, or several steps per exchange "
     changes = [
+        *larger_buckets(facts),
         Change(f"{fewer}(`no_sync`)", touches_accuracy=True),
         Change("send gradients as bf16: DDP's `bf16_compress_hook`", touches_accuracy=True),
     ]
-    if nodes > 1:
-        changes.append(Change("enlarge DDP's buckets (`bucket_cap_mb`)"))
+    known = averaging(facts)
+    if nodes > 1 and (known is None or known.link is None):
+        measure = "" if known is None else "; `hpml bench` measures how large"
+        changes.append(Change(f"enlarge DDP's buckets (`bucket_cap_mb`){measure}"))
     if nodes > 1 and facts.gpu_count:
         changes.append(Change("check the network card of each rank: `hpml show RUN --ranks`"))
     if nodes > 1:

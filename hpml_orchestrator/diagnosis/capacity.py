@@ -23,7 +23,7 @@ def cpus_busy(facts: Facts) -> float | None:
 
 def cpus_per_rank(facts: Facts) -> int:
     """Return how many CPUs the job asked for, for each rank."""
-    return facts.job["resources"]["cpus_per_rank"]
+    return facts.job.resources.cpus_per_rank
 
 
 def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
@@ -31,7 +31,7 @@ def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
 
     The second is empty if the number is an argument of its own.
     """
-    args = facts.job["args"]
+    args = facts.job.args
     for index, word in enumerate(args):
         if match := _WORKERS.fullmatch(word):
             value = match[2] or "".join(args[index + 1 : index + 2])

@@ -14,7 +14,7 @@ from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.records.texts import first_few, human_bytes
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.schema import JobFields
+    from hpml_orchestrator.records.job import Job
 
 _EQUAL = 0.05  # the last batch of an epoch may be smaller
 _STAGED = re.compile(r"\{stage\.([^{}]+)\}")
@@ -27,7 +27,7 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"{facts.run} is not over ({facts.state})"
         elif facts.state != "COMPLETED":
             yield f"{facts.run} did not complete ({facts.state})"
-    for what, name in (("jobs", _name), ("programs", _program)):
+    for what, name in (("jobs", lambda job: job.name), ("programs", _program)):
         names = [name(facts.job) for facts in (first, second)]
         if names[0] != names[1]:
             yield f"different {what}: {names[0]} and {names[1]}"
@@ -48,14 +48,10 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"only {facts.run} reports its steps"
 
 
-def _name(job: JobFields) -> str:
-    return job["name"]
-
-
-def _program(job: JobFields) -> str:
-    if named := job["script"] or job["module"]:
+def _program(job: Job) -> str:
+    if named := job.script or job.module:
         return named.rpartition("/")[2]
-    words = job["command"] or []
+    words = job.command or ()
     return " ".join(words[: _first_option(words)])
 
 
@@ -75,11 +71,7 @@ def differences(first: Facts, second: Facts) -> Iterator[str]:
         yield f"different arguments: {value_text(before)} and {value_text(after)}"
     for what, mine, theirs in (
         ("values of the sweep", first.values, second.values),
-        (
-            "variables",
-            first.job["environment"]["variables"],
-            second.job["environment"]["variables"],
-        ),
+        ("variables", first.job.environment.variables, second.job.environment.variables),
     ):
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         texts = [
@@ -109,23 +101,21 @@ def _different_data(first: Facts, second: Facts) -> Iterator[str]:
         yield f"different numbers of samples: {counts[0]:,.0f} and {counts[1]:,.0f}"
 
 
-def _sources(job: JobFields) -> dict[str, str]:
-    return {one["name"]: one["source"] for one in job["stage"]}
+def _sources(job: Job) -> dict[str, str]:
+    return {one.name: one.source for one in job.stage}
 
 
-def _arguments(job: JobFields) -> list[str]:
+def _arguments(job: Job) -> list[str]:
     """Return the words after the program, with the source of staged data for its path there."""
     sources = _sources(job)
-    command = job["command"] or []
-    words = [*command[_first_option(command) :], *job["args"]]
+    command = job.command or ()
+    words = [*command[_first_option(command) :], *job.args]
     return [_STAGED.sub(lambda match: sources.get(match[1], match[0]), word) for word in words]
 
 
-def _same_words(
-    one: Sequence[str], job: JobFields, other: Sequence[str], other_job: JobFields
-) -> bool:
-    def path(word: str, job: JobFields) -> str:
-        return posixpath.normpath(posixpath.join(job["workdir"], word))
+def _same_words(one: Sequence[str], job: Job, other: Sequence[str], other_job: Job) -> bool:
+    def path(word: str, job: Job) -> str:
+        return posixpath.normpath(posixpath.join(job.workdir, word))
 
     return len(one) == len(other) and all(
         word == word_there or path(word, job) == path(word_there, other_job)

@@ -100,18 +100,12 @@ class RunComparison:
         )
 
 
-def compare(
-    first: Diagnosis,
-    second: Diagnosis,
-    *,
-    written: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
-) -> RunComparison:
+def compare(first: Diagnosis, second: Diagnosis) -> RunComparison:
     """Compare two runs.
 
     Args:
         first: the diagnosis of one run.
         second: of the other.
-        written: of both jobs the fields without those that have their default; by default all.
 
     Raises:
         InputError: both are the same run.
@@ -141,7 +135,7 @@ def compare(
         headline,
         tuple(doubts),
         differences,
-        (*_settings(one, other, written or (one.job, other.job)), *rows),
+        (*_settings(one, other), *rows),
         gone=gone,
         new=new,
         both=tuple(
@@ -176,7 +170,7 @@ def _only_in(
 def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
     """Return why a kind of finding was not judged in a run; empty if it was."""
     facts = diagnosis.facts
-    if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job["stage"]):
+    if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job.stage):
         return ""
     needs = {one.kind: f"it needs {one.needs}" for one in diagnosis.unknown}
     # Findings about steps all need the channel, and those about use the monitor. What was missing
@@ -210,12 +204,10 @@ def _headline(second: Facts, rows: Sequence[ComparisonRow]) -> str:
 # --- rows
 
 
-def _settings(
-    first: Facts, second: Facts, written: tuple[Mapping[str, object], Mapping[str, object]]
-) -> Iterator[ComparisonRow]:
+def _settings(first: Facts, second: Facts) -> Iterator[ComparisonRow]:
     """Yield what differs of the code, the points of a sweep and the job files.
 
-    A field that only one job has, as those of an entry of `stage`, differs if it was written.
+    A field that only one job has, as those of an entry of `stage`, differs if it has no default.
     """
     if first.code != second.code:
         yield ComparisonRow("code", "commit", value_text(first.code), value_text(second.code))
@@ -225,8 +217,9 @@ def _settings(
             yield ComparisonRow(
                 "point of the sweep", str(name).lstrip("-"), value_text(before), value_text(after)
             )
-    one, other = dict(_flat(first.job)), dict(_flat(second.job))
-    known = {name for job in written for name, _ in _flat(job)}
+    jobs = first.job, second.job
+    one, other = (dict(_flat(job.to_json())) for job in jobs)
+    known = {name for job in jobs for name, _ in _flat(job.to_json(defaults=False))}
     for name in {**one, **other}:
         before, after = one.get(name), other.get(name)
         if before == after or ((name in one) != (name in other) and name not in known):

@@ -100,8 +100,8 @@ def fewer_threads(facts: Facts) -> list[Change]:
     cpus, changes = cpus_per_rank(facts), []
     given = worker_argument(facts)
     loads = any(rank.loader_cpu_seconds for rank in facts.ranks)
-    workers = given[2] if given else facts.job["binding"]["loader_workers"] or int(loads)
-    set_threads = facts.job["environment"]["variables"].get("OMP_NUM_THREADS", "")
+    workers = given[2] if given else facts.job.binding.loader_workers or int(loads)
+    set_threads = facts.job.environment.variables.get("OMP_NUM_THREADS", "")
     if set_threads.isdecimal() and int(set_threads) > cpus:
         text = f"compute with as many threads as the rank has CPUs, not {set_threads}"
         changes.append(Change(text, "environment.variables.OMP_NUM_THREADS", str(cpus)))
@@ -120,7 +120,7 @@ def free_cpus(facts: Facts, nodes: Sequence[str]) -> list[Change]:
     if more := more_cpus(facts, cpus_per_rank(facts) + 1):
         text = f"ask for {more} CPUs per rank, for its threads and loader workers"
         changes.append(Change(text, "resources.cpus_per_rank", more))
-    if facts.on_slurm and not facts.job["resources"]["exclusive"]:
+    if facts.on_slurm and not facts.job.resources.exclusive:
         changes.append(Change("take nodes without other jobs", "resources.exclusive", True))
     where = nodes_text(list(filter(None, nodes))) or "the nodes"
     see = "" if facts.over else f" (`hpml attach {facts.run} -- top` shows them)"

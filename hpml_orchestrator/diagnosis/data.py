@@ -100,7 +100,7 @@ def _possible(facts: Facts) -> float | None:
         return None
     # The local disk is the limit only if all data are staged there; otherwise some reads go to the
     # shared file system.
-    targets = {stage["target"] for stage in facts.job["stage"]}
+    targets = {stage.target for stage in facts.job.stage}
     return facts.peaks.local_disk_read if targets == {"local"} else facts.peaks.shared_read
 
 
@@ -169,7 +169,7 @@ def _loader_cpu(facts: Facts) -> tuple[float, float] | None:
     all the time if their rank waits for data.
     """
     found, bounds = worker_argument(facts), []
-    workers = found[2] if found else facts.job["binding"]["loader_workers"] or None
+    workers = found[2] if found else facts.job.binding.loader_workers or None
     for rank in facts.ranks:
         waited, seconds = part(rank, "data_wait_seconds"), training_seconds(rank)
         if rank.cpu_seconds is None or rank.helper_cpu_seconds is None or not waited:
@@ -191,13 +191,13 @@ def _burns_cpu(facts: Facts) -> bool | None:
     (least, most), is_slow = _loader_cpu(facts) or (0.0, 1.0), _storage_is_slow(facts)
     if is_slow or most < _SLEEPING:
         return False
-    in_ram = {stage["target"] for stage in facts.job["stage"]} == {"shm"}
+    in_ram = {stage.target for stage in facts.job.stage} == {"shm"}
     return True if least >= _LOADING or is_slow is False or in_ram else None
 
 
 def _changes(facts: Facts) -> list[Change]:
     """Return what helps ranks that wait for data, the most likely first."""
-    stages, burns_cpu, more = facts.job["stage"], _burns_cpu(facts), _workers(facts)
+    stages, burns_cpu, more = facts.job.stage, _burns_cpu(facts), _workers(facts)
     if burns_cpu:
         idle = Change("or start more loader workers: there are idle cores")
         return [_PREPARE, idle] if _has_idle_cpu(facts) else [_PREPARE]
@@ -205,12 +205,10 @@ def _changes(facts: Facts) -> list[Change]:
         return more
     changes = []
     on_disk = [
-        (index, stage)
-        for index, stage in enumerate(stages)
-        if stage["target"] not in ("shm", "auto")
+        (index, stage) for index, stage in enumerate(stages) if stage.target not in ("shm", "auto")
     ]
     for index, stage in on_disk[:1]:
-        name = stage["name"]
+        name = stage.name
         size = next((one.bytes for one in facts.stages if one.name == name), None)
         if size is not None and fits_in_ram(facts, size, facts.memory_bytes):
             text = f"stage `{name}` to /dev/shm"
@@ -294,7 +292,7 @@ def host_to_device(facts: Facts) -> Finding | str | None:
         Change("send smaller values, such as uint8 images, and convert them on the GPU"),
     ]
     is_unknown = any(rank.bound_as_planned is None for rank in facts.ranks)
-    if is_unknown and facts.job["binding"]["policy"] == "none":
+    if is_unknown and facts.job.binding.policy == "none":
         changes.append(Change("bind ranks next to their GPU", "binding.policy", "gpu-local"))
     verdict = f"copies to the GPU: {usual:.0%} of each step"
     found = find(
@@ -319,7 +317,7 @@ def slow_staging(facts: Facts) -> Finding | str | None:
     if seconds < LONG_PHASE_SECONDS or not THRESHOLDS["slow-staging"].level(share):
         return f"staging took {seconds_text(seconds)}"
     slowest = max(facts.stages, key=lambda stage: stage.seconds or 0.0)
-    entries = {entry["name"]: (index, entry) for index, entry in enumerate(facts.job["stage"])}
+    entries = {entry.name: (index, entry) for index, entry in enumerate(facts.job.stage)}
     index, entry = entries[slowest.name]
     evidence = [f"{seconds_text(seconds)}, {share:.0%} of the run"]
     if slowest.bytes and slowest.seconds:
@@ -328,15 +326,15 @@ def slow_staging(facts: Facts) -> Finding | str | None:
             f"{human_bytes(slowest.bytes / slowest.seconds)}/s per node"
         )
     changes = []
-    if entry["target"] == "shm":  # many sites empty /dev/shm between jobs
+    if entry.target == "shm":  # many sites empty /dev/shm between jobs
         changes.append(Change("keep it for later runs: `target: local` with `keep: true`"))
-    elif not entry["keep"]:
+    elif not entry.keep:
         text = f"keep `{slowest.name}` on the nodes for later runs"
         changes.append(Change(text, f"stage.{index}.keep", True))
     files = slowest.files or 0
     if files > _MANY_FILES and (slowest.bytes or 0) / files < _SMALL_FILE_BYTES:
         changes.append(Change("pack the small files: `hpml pack SOURCE DEST`, then `kind: pack`"))
-    if facts.node_count > 1 and entry["distribution"] == "shared":
+    if facts.node_count > 1 and entry.distribution == "shared":
         text = "read the source once and pass it on"
         changes.append(Change(text, f"stage.{index}.distribution", "chain"))
     verdict = f"staging takes long: {seconds_text(seconds)}, {share:.0%} of the run"

@@ -127,7 +127,7 @@ def _unknown(facts: Facts) -> Iterator[Finding]:
         needs = "`binding.verify: warn`, and ranks that run for over 10 s"
         if ran := sum(facts.phases.get(name, 0.0) for name in _RANKS_RUN):
             needs += f": these ran {seconds_text(ran)}"
-        if facts.job["binding"]["policy"] == "none":
+        if facts.job.binding.policy == "none":
             needs = "`binding.policy: gpu-local`"
         yield _needs("wrong-binding", "where the ranks ran", needs)
 
@@ -165,7 +165,7 @@ def _unknown_parts(facts: Facts) -> Iterator[Finding]:
         told = "communication"
         told += "" if find_slow(facts).cause else ", and which rank the others wait for"
         again = "on a node of its own, or when the machine is idle"
-        if facts.on_slurm and not facts.job["resources"]["exclusive"]:
+        if facts.on_slurm and not facts.job.resources.exclusive:
             again = "with `resources.exclusive: true`"
         needs = f"a run whose ranks have their CPUs for themselves: run it again {again}"
         yield _needs("communication", told, needs)

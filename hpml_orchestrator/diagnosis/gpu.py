@@ -54,12 +54,12 @@ def tensor_cores_idle(facts: Facts) -> Finding | str | None:
         return None
     if active <= _HALF:
         return None  # something else keeps the SMs idle
-    variables = facts.job["environment"]["variables"]
+    variables = facts.job.environment.variables
     name = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     changes = [
         Change("compute in bf16: `torch.autocast('cuda', torch.bfloat16)`", touches_accuracy=True)
     ]
-    for index, word in enumerate(facts.job["args"]):
+    for index, word in enumerate(facts.job.args):
         if word in ("--amp=off", "--amp=none", "--amp=no"):
             change = Change("compute in bf16", f"args.{index}", "--amp=bf16", touches_accuracy=True)
             changes.insert(0, change)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.profile import TraceProfile
-    from hpml_orchestrator.records.schema import JobFields
+    from hpml_orchestrator.records.job import Job
 
 Level = Literal["critical", "warning", "note", "unknown"]
 
@@ -108,6 +109,25 @@ class DataArgument:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """Latency and bandwidth of a ring: T = 2(P-1) alpha + 2(P-1)/P n beta on P ranks, n bytes each.
+
+    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
+    in MPICH"; Hockney 1994 for alpha and beta.
+    """
+
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte
+    residual: float  # typical relative distance of a measurement from the model; 0.03 is 3 %
+    ranks: int = 0  # that measured it
+
+    @property
+    def bandwidth(self) -> float:
+        """The bus bandwidth of very large messages, in bytes/s."""
+        return 1 / self.beta if self.beta else math.inf
+
+
+@dataclass(frozen=True)
 class Peaks:
     """Peak rates of the node type, in FLOP/s and bytes/s, and where they come from."""
 
@@ -117,6 +137,8 @@ class Peaks:
     local_disk_read: float | None = None
     shared_read: float | None = None  # the shared file system, one node
     link_bandwidth: float | None = None  # all-reduce between nodes, bus bandwidth
+    # Inside one node (`node`) and between several (`nodes`): one of each number of ranks
+    allreduce: Mapping[str, Sequence[AllReduce]] = field(default_factory=dict)
     origin: str = ""  # "measured on 2026-11-20 on node1" or "specification of H100 SXM"
 
 
@@ -127,7 +149,7 @@ class Facts:
     run: str  # its label
     state: str  # of the scheduler, such as COMPLETED
     over: bool
-    job: JobFields  # the complete job file, as submitted
+    job: Job  # as submitted
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
     elapsed_seconds: float | None = None
     limit_seconds: float | None = None
@@ -142,8 +164,12 @@ class Facts:
     stages: Sequence[StageFacts] = ()
     data_files: float | None = None  # files and bytes of the data, if they were listed
     data_bytes: float | None = None
-    achieved_flops: float | None = None  # FLOP/s of all ranks, if the training reports its MFU
+    achieved_flops: float | None = None  # FLOP/s of all ranks, if the training reports them
+    gradient_bytes: float | None = None  # that a rank has averaged in each step
+    gradient_buckets: int | None = None  # in as many parts
     accuracy: Mapping[str, float] = field(default_factory=dict)  # final figures, by name
+    # NAME of the result and NAME_formula: what was measured and what a formula says
+    formulas: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     peaks: Peaks | None = None
     values: Mapping[str, object] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed

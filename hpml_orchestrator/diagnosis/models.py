@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpml_orchestrator.diagnosis.model import Facts
+from hpml_orchestrator.diagnosis.model import AllReduce, Facts
 from hpml_orchestrator.errors import InputError
 
 _TENSOR_DTYPES = ("bfloat16", "float16", "tf32")
@@ -34,6 +34,7 @@ class Roofline:
     bandwidth: float | None  # bytes/s of the device's memory
     bytes_per_second: float | None  # that the run moved
     origin: str  # of the peaks
+    device: str = "device"  # or `node`
 
     @property
     def intensity(self) -> float | None:
@@ -61,8 +62,9 @@ class Roofline:
 def roofline(facts: Facts) -> Roofline | None:
     """Return the roofline of a run, or None if its FLOP/s or the peaks are unknown.
 
-    FLOP/s come from the training if it reports them (MFU), otherwise from the activity of the
-    tensor cores: the share of the peak that they were busy for is at least what they computed.
+    FLOP/s come from the training if it reports them (MFU, or FLOP per token or sample), otherwise
+    from the activity of the tensor cores: the share of the peak that they were busy for is at least
+    what they computed.
     """
     peaks = facts.peaks
     if peaks is None or not peaks.flops:
@@ -80,28 +82,12 @@ def roofline(facts: Facts) -> Roofline | None:
         return None
     moved = [gpu.dram_active_ratio for gpu in gpus if gpu.dram_active_ratio is not None]
     traffic = fmean(moved) * peaks.memory_bandwidth if moved and peaks.memory_bandwidth else None
-    return Roofline(flops, source, peaks.flops, peaks.memory_bandwidth, traffic, peaks.origin)
+    device = "device" if facts.gpu_count or gpus else "node"
+    memory = peaks.memory_bandwidth
+    return Roofline(flops, source, peaks.flops, memory, traffic, peaks.origin, device)
 
 
 # --- communication
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Latency and bandwidth of a ring: T = 2(P-1) alpha + 2(P-1)/P n beta on P ranks, n bytes each.
-
-    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
-    in MPICH"; Hockney 1994 for alpha and beta.
-    """
-
-    alpha: float  # seconds per message
-    beta: float  # seconds per byte
-    residual: float  # typical relative distance of a measurement from the model; 0.03 is 3 %
-
-    @property
-    def bandwidth(self) -> float:
-        """The bus bandwidth of very large messages, in bytes/s."""
-        return 1 / self.beta if self.beta else math.inf
 
 
 def fit_allreduce(
@@ -136,7 +122,37 @@ def fit_allreduce(
     elif beta < 0:
         alpha, beta = sum(u) / uu, 0.0
     squares = sum((alpha * x + beta * y - 1) ** 2 for x, y in zip(u, v, strict=True))
-    return AllReduce(alpha, beta, math.sqrt(squares / (len(rows) - 2)))
+    residual = math.sqrt(squares / (len(rows) - 2))
+    return AllReduce(alpha, beta, residual, max(ranks))
+
+
+def predict_averaging(
+    link: AllReduce, ranks: int, size_bytes: float, messages: int = 1
+) -> dict[str, float]:
+    """Return the seconds to average gradients over ranks, by algorithm.
+
+    For P ranks and m bytes, the latency L of a message and the time G of a byte:
+
+    - ring: 2 (P-1) L + 2 m G (P-1)/P
+    - tree (recursive halving and doubling): 2 L log2(P) + 2 m G (P-1)/P
+    - parameter server, a single one: 2 L + 2 P m G
+
+    Source: Ben-Nun & Hoefler 2019, "Demystifying Parallel and Distributed Deep Learning", ACM
+    Computing Surveys 52(4), sections 2.4 and 7; Thakur, Rabenseifner & Gropp 2005.
+
+    Args:
+        link: latency and bandwidth.
+        ranks: that average, at least 2.
+        size_bytes: of the gradients of one rank.
+        messages: buckets that they are sent in; each has the latency once more.
+    """
+    steps, parts = _ring_terms(ranks)
+    once = parts * size_bytes * link.beta
+    return {
+        "ring": messages * steps * link.alpha + once,
+        "tree": messages * 2 * math.ceil(math.log2(ranks)) * link.alpha + once,
+        "parameter server": messages * 2 * link.alpha + 2 * ranks * size_bytes * link.beta,
+    }
 
 
 def bus_bandwidth(ranks: int, size_bytes: float, seconds: float) -> float:

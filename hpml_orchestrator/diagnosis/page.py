@@ -10,10 +10,17 @@ from statistics import fmean
 from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.apply import next_step
+from hpml_orchestrator.diagnosis.averaging import averaging
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.templates import environment, number, percent
-from hpml_orchestrator.diagnosis.wording import change_text, cost_text, gain_text, status_line
+from hpml_orchestrator.diagnosis.wording import (
+    change_text,
+    cost_text,
+    formulas_text,
+    gain_text,
+    status_line,
+)
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
@@ -63,6 +70,8 @@ def page(diagnosis: Diagnosis) -> str:
         unknown=[(_sentence(one.verdict), one.needs) for one in diagnosis.unknown],
         healthy=[_sentence(one) for one in diagnosis.healthy],
         time=_time(facts),
+        averaging=found.text() if (found := averaging(facts)) else "",
+        formulas=formulas_text(facts),
         ranks=_ranks(facts),
         roof=_roof(roofline(facts)),
         nodes=[_node(node, facts) for node in facts.nodes],
@@ -227,18 +236,28 @@ def _roof(roof: Roofline | None) -> dict[str, object] | None:
     if roof is None:
         return None
     of_peak = percent(roof.flops / roof.peak)
-    text = [f"{rate_text(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
+    rate = rate_text(roof.flops, "FLOP/s")
+    text = [f"{rate} per {roof.device}, {of_peak} of the peak ({roof.source})"]
     drawing: dict[str, object] = {"text": text, "origin": roof.origin, "plot": None}
-    if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
-        text.append("No roofline: the bytes that the memory moved are unknown")
+    if roof.bandwidth is None or roof.ridge is None:
+        text.append("No roofline: the bandwidth of the memory is unknown")
         return drawing
-    by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
-    text.append(
-        f"At {number(roof.intensity)} FLOP/byte the {by} would allow"
-        f" {rate_text(roof.limit, 'FLOP/s')}: the run reaches"
-        f" {percent(roof.flops / roof.limit)} of it"
-    )
-    x = _decades(min(roof.intensity, roof.ridge), max(roof.intensity, roof.ridge))
+    # Code with fewer FLOP per byte could not have reached these FLOP/s.
+    least = roof.flops / roof.bandwidth
+    if roof.intensity is None:
+        text.append(
+            "The bytes that the memory moved are unknown, so the run is a line: it has at least"
+            f" {number(least)} FLOP/byte, where the line meets the slope"
+        )
+    else:
+        by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
+        text.append(
+            f"At {number(roof.intensity)} FLOP/byte the {by} would allow"
+            f" {rate_text(roof.limit, 'FLOP/s')}: the run reaches"
+            f" {percent(roof.flops / roof.limit)} of it"
+        )
+    here = roof.intensity or least
+    x = _decades(min(here, roof.ridge), max(here, roof.ridge))
     lowest = min(roof.flops, x[0] * roof.bandwidth)
     y = _decades(max(lowest, roof.peak * 1e-6), roof.peak)
 
@@ -259,8 +278,10 @@ def _roof(roof: Roofline | None) -> dict[str, object] | None:
             for dtype, peak in roof.peaks.items()
             if x[0] < peak / roof.bandwidth < x[-1]
         ],
-        "point": at(roof.intensity, roof.flops),
-        "limit": at(roof.intensity, roof.limit),
+        "point": at(here, roof.flops),
+        "limit": at(here, roof.limit) if roof.intensity else None,
+        "reach": at(x[-1], roof.flops),
+        "device": roof.device,
         "x": [(number(tick), at(tick, y[0])) for tick in x],
         "y": [(rate_text(tick, ""), at(x[0], tick)) for tick in y],
         "label": "; ".join(text),

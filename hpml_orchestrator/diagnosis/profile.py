@@ -1,21 +1,33 @@
-"""Sum up the traces of torch.profiler that the ranks of a run wrote into its directory."""
+"""Sum up what the ranks of a run wrote into its directory by `--profile`.
+
+These are traces of torch.profiler, and the Python functions of other steps.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from hpml_orchestrator.diagnosis.critical_path import CriticalPath, find_critical_path
+from hpml_orchestrator.diagnosis.timeline import RankTimeline, read_timeline
 from hpml_orchestrator.errors import counted
 
 DIRECTORY = "profile"
-"""Where traces lie in a run's directory; one per rank, named ``trace-rank0.json.gz``."""
+"""Where traces lie in a run's directory; one per rank, named ``trace-rank0.json.gz``.
+
+Beside them is ``functions-rank0.json``, of cProfile.
+"""
 
 _PATTERN = "trace-rank*.json.gz"
-_MOST_TRACES = 4  # ranks do the same work; a trace of a large model takes seconds to read
+_SMALL_BYTES = 8 * 2**20  # of all traces, packed: these are read in a few seconds
+_MOST_TRACES = 4  # of larger ones: ranks do the same work
+_MOST_JSON_BYTES = 2**20
+_LEAST_SHARE = 0.005  # of a step, for a function to be shown
 _MOST_BYTES = 2**30  # of one trace, unpacked
 _COLLECTIVES = ("nccl", "gloo:", "mpi:")  # kernels of NCCL; spans that the other backends record
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -36,6 +48,48 @@ class ProfileError(Exception):
 
 
 @dataclass(frozen=True)
+class FunctionCost:
+    """A Python function, with what it calls in C; without the Python functions that it calls."""
+
+    name: str
+    place: str  # file and line
+    seconds: float  # per step
+    share: float  # of the step
+
+
+@dataclass(frozen=True)
+class PythonProfile:
+    """What a rank's thread did in some steps under cProfile; seconds are per step."""
+
+    rank: int
+    steps: int
+    step_seconds: float
+    python_seconds: float
+    operators_seconds: float  # in PyTorch's operators; a backward pass waits for other ranks, too
+    waiting_seconds: float
+    functions: tuple[FunctionCost, ...]  # those that cost most
+
+    def text(self) -> str:
+        """Return its parts in one line."""
+        parts = {
+            "Python": self.python_seconds,
+            "PyTorch's operators": self.operators_seconds,
+            "waiting": self.waiting_seconds,
+        }
+        shares = [f"{name} {seconds / self.step_seconds:.0%}" for name, seconds in parts.items()]
+        steps = f"{counted(self.steps, 'step')} of {1000 * self.step_seconds:.3g} ms"
+        return f"rank {self.rank} in {steps} with cProfile: {', '.join(shares)}"
+
+    def lines(self, most: int) -> list[str]:
+        """Return a line for each of the functions that cost most."""
+        return [
+            f"{1000 * one.seconds:7.2f} ms {one.share:4.0%}  {one.name}  {one.place}"
+            for one in self.functions[:most]
+            if one.share >= _LEAST_SHARE
+        ]
+
+
+@dataclass(frozen=True)
 class TraceProfile:
     """Shares of the profiled steps' time (0 to 1), as means over the ranks that were read."""
 
@@ -51,6 +105,8 @@ class TraceProfile:
     idle: float  # none of the three: Python, sleeping, launching kernels
     # The wait for the next batch, if the training marks it as `hpml.data`; else None
     data: float | None
+    path: CriticalPath | None = None  # of several ranks
+    python: PythonProfile | None = None
 
     def text(self) -> str:
         """Return the profile in one line."""
@@ -79,10 +135,15 @@ def read_profile(directory: Path) -> TraceProfile | None:
     found = sorted(directory.glob(_PATTERN), key=_rank)
     if not found:
         return None
-    # Traces are taken at equal distances, so that they come from different nodes.
-    every = max(1, len(found) // _MOST_TRACES)
-    chosen = found[::every][:_MOST_TRACES]
-    traces = [_read_trace(path) for path in chosen]
+    chosen = found
+    if sum(path.stat().st_size for path in found) > _SMALL_BYTES:
+        # Traces are taken at equal distances, so that they come from different nodes.
+        every = max(1, len(found) // _MOST_TRACES)
+        chosen = found[::every][:_MOST_TRACES]
+    read = [_read_trace(path) for path in chosen]
+    traces = [shares for shares, _ in read]
+    path = find_critical_path([timeline for _, timeline in read])
+    ranks = [part.rank for part in path.parts if part.rank is not None] if path else []
 
     def mean(name: str) -> float:
         return fmean(trace[name] for trace in traces)
@@ -94,6 +155,9 @@ def read_profile(directory: Path) -> TraceProfile | None:
         device="GPU" if any(trace["device"] for trace in traces) else "CPU",
         step_seconds=mean("seconds") / mean("steps"),
         data=mean("data") if all(trace["marked"] for trace in traces) else None,
+        path=path,
+        # Of the rank that the others wait for, if there is one.
+        python=next(filter(None, (_read_functions(directory, one) for one in (*ranks, 0))), None),
         **{name: mean(name) for name in ("compute", "communication", "overlap", "copies", "idle")},
     )
 
@@ -103,16 +167,57 @@ def _rank(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _read_trace(path: Path) -> dict[str, float]:
+def _read_trace(path: Path) -> tuple[dict[str, float], RankTimeline]:
     try:
         with gzip.open(path) as packed:
             content = packed.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ProfileError(f"{path} has more than 1 GiB: profile fewer steps")
-        events = [event for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
-        return _sum_up(events, path)
+        trace = json.loads(content)
+        del content
+        events = trace["traceEvents"]
+        shares = _sum_up([event for event in events if event.get("ph") == "X"], path)
+        return shares, read_timeline(_rank(path), events, is_whole=_meets_all(trace))
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ProfileError(f"{path} is not a trace of torch.profiler: {error}") from error
+
+
+def _meets_all(trace: dict[str, Any]) -> bool:
+    """Whether each collective is one of all ranks: those of groups cannot be told apart."""
+    known = trace.get("distributedInfo", {})
+    sizes = [group.get("pg_size") for group in known.get("pg_config", ())]
+    return all(size == known.get("world_size") for size in sizes)
+
+
+def _read_functions(directory: Path, rank: int) -> PythonProfile | None:
+    """Return a rank's Python functions; None without them, or if the file is damaged."""
+    path = directory / f"functions-rank{rank}.json"
+    try:
+        with path.open("rb") as stream:
+            found = json.loads(stream.read(_MOST_JSON_BYTES))
+        steps, whole = int(found["steps"]), float(found["seconds"])
+        functions = [
+            FunctionCost(
+                str(one["name"]),
+                f"{_short(str(one['file']))}:{int(one['line'])}",
+                float(one["seconds"]) / steps,
+                float(one["seconds"]) / whole,
+            )
+            for one in found["functions"]
+        ]
+        names = ("seconds", "python_seconds", "operators_seconds", "waiting_seconds")
+        step, python, operators, waiting = (float(found[name]) / steps for name in names)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        return None
+    return PythonProfile(rank, steps, step, python, operators, waiting, tuple(functions))
+
+
+def _short(file: str) -> str:
+    """Return a file's path in its package, or its name."""
+    for directory in ("/site-packages/", "/dist-packages/"):
+        if directory in file:
+            return file.rpartition(directory)[2]
+    return os.path.join(*Path(file).parts[-2:]) if "/lib/python" in file else Path(file).name
 
 
 def _sum_up(events: list[_TraceEvent], path: Path) -> dict[str, float]:

@@ -131,15 +131,15 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
         return f"{known:.0f} of {known:.0f} GPUs have work"
     each = int(known / len(facts.nodes))
     needed = max(each - int(unused / len(facts.nodes)), 1 if unused < known else 0)
-    asked = facts.job["resources"]
-    kind = asked["gpus"].rpartition(":")[0]
-    plain = asked["gpus"].count(":") <= 1 and "," not in asked["gpus"]
+    asked = facts.job.resources
+    kinds = asked.gpus.kinds
+    kind = kinds[0][0] if kinds else ""
     changes = []
-    if plain and needed < each:
+    if len(kinds) <= 1 and needed < each:
         value = f"{kind}:{needed}" if kind and needed else needed
         also = {}
-        ranks = asked["ranks_per_node"]
-        if ranks and needed and ranks > needed * asked["ranks_per_gpu"]:
+        ranks = asked.ranks_per_node
+        if ranks and needed and ranks > needed * asked.ranks_per_gpu:
             also = {"resources.ranks_per_node": needed}
         changes.append(
             Change(f"ask for {needed} GPUs per node", "resources.gpus", value, also=also)
@@ -176,9 +176,9 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
         if THRESHOLDS["cpus-unused"].level(share):
             return None  # what is not judged is not praised either
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
-    per_rank = facts.job["resources"]["cpus_per_rank"]
+    per_rank = facts.job.resources.cpus_per_rank
     # binding keeps a core for each loader worker that the job file names
-    workers = facts.job["binding"]["loader_workers"]
+    workers = facts.job.binding.loader_workers
     needed = max(1 + workers, math.ceil(busy / ranks * _RESERVE))
     if needed >= per_rank:
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
@@ -201,7 +201,7 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
 
 def memory_over_asked(facts: Facts) -> Finding | None:
     """Return whether a job asked for several times the memory that it used."""
-    asked = facts.job["resources"]["memory"]
+    asked = facts.job.resources.memory
     known = [
         (node.memory_peak_bytes, node.memory_limit_bytes)
         for node in facts.nodes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
-    from hpml_orchestrator.records.schema import JobFields
+    from hpml_orchestrator.records.job import Job
 
 _SHOWN = 4
 _MOST = 0.5  # of a training; while more is uncounted, shares of the steps accuse nobody
@@ -182,7 +182,7 @@ def is_judged(facts: Facts) -> bool:
     return (
         (facts.elapsed_seconds or 0.0) >= JUDGED_SECONDS
         and ended_well
-        and not facts.job["resources"]["exclusive"]
+        and not facts.job.resources.exclusive
     )
 
 
@@ -256,12 +256,12 @@ def nodes_text(nodes: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def exclude(job: JobFields, nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
+def exclude(job: Job, nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
     """Return the change that excludes nodes from a job; faulty ones should also be reported."""
     names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
     if not names:
         return []
-    extra = job["resources"]["extra"]
+    extra = job.resources.extra
     options = [option for option in extra if not option.startswith("--exclude=")]
     # sbatch takes only the last `--exclude`, so the nodes that the user excludes join the same
     # option.

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import next_step
+from hpml_orchestrator.diagnosis.averaging import averaging
 from hpml_orchestrator.diagnosis.shares import hours, hours_unit
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable, seconds_text
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
+    from hpml_orchestrator.diagnosis.profile import TraceProfile
 
 SHOWN = 3
 """Findings that are printed in full."""
@@ -23,7 +25,10 @@ _WIDTH = 100
 _LINES = 40
 _CHANGES = 2
 _INDENT = 10
+_WHOLE = 1000  # from here on figures have no decimals
 _MARGIN = 3  # of a finding, for its number
+_PROFILE_LINES = 10  # without functions, and the lines between the parts of a report
+_FUNCTIONS = 3  # are shown if there is no room for more
 
 
 def text(diagnosis: Diagnosis) -> str:
@@ -32,12 +37,17 @@ def text(diagnosis: Diagnosis) -> str:
     lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict)]
     if diagnosis.failure:
         lines += field_lines("failed", diagnosis.failure)
-    profile = diagnosis.facts.profile
     lines += field_lines("time", diagnosis.time) if diagnosis.time else []
-    lines += [*(field_lines("profile", profile.text()) if profile else ()), ""]
+    averaged = averaging(diagnosis.facts)
+    lines += field_lines("averaging", averaged.text()) if averaged else []
+    formulas = formulas_text(diagnosis.facts)
+    lines += field_lines("formulas", formulas) if formulas else []
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
-    tail = _tail(diagnosis)
-    shown = 0
+    tail, shown = _tail(diagnosis), 0
+    if profile := diagnosis.facts.profile:
+        used = len(lines) + sum(len(block) + 1 for block in blocks[:SHOWN]) + len(tail)
+        lines += _profile(profile, _LINES - _PROFILE_LINES - used)
+    lines.append("")
     for block in blocks[:SHOWN]:
         if shown and len(lines) + len(block) + len(tail) + 4 > _LINES:
             break
@@ -88,6 +98,18 @@ def _tail(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.unknown:
         missing = [f"{one.verdict} (needs {one.needs})" for one in diagnosis.unknown]
         lines += field_lines("unknown", "; ".join(missing))
+    return lines
+
+
+def _profile(profile: TraceProfile, room: int) -> list[str]:
+    """Return the profile, with as many functions as there is room for."""
+    lines = field_lines("profile", profile.text())
+    if profile.path:
+        lines += field_lines("path", profile.path.text())
+    if profile.python:
+        lines += field_lines("the rest", profile.python.text())
+        functions = profile.python.lines(max(_FUNCTIONS, room))
+        lines += [" " * _INDENT + line[: _WIDTH - _INDENT] for line in functions]
     return lines
 
 
@@ -145,6 +167,17 @@ def cost_text(finding: Finding, facts: Facts) -> str:
     return f"{most} {finding.gain_hours:.2g} {hours_unit(facts)}"
 
 
+def formulas_text(facts: Facts) -> str:
+    """Return figures that the training compares with formulas, as lm.py does; empty if none."""
+    figures = {
+        name: [f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.3g}" for value in pair]
+        for name, pair in facts.formulas.items()
+    }
+    return "; ".join(
+        f"{name} {measured} ({formula} by formula)" for name, (measured, formula) in figures.items()
+    )
+
+
 def markdown(diagnosis: Diagnosis) -> str:
     """Return the report as Markdown, complete."""
     return "\n".join(printable(line) for line in _markdown(diagnosis)) + "\n"
@@ -160,8 +193,11 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
         yield from ("", f"Failed: {diagnosis.failure}")
     if diagnosis.time:
         yield from ("", f"Time: {diagnosis.time}")
-    if profile := diagnosis.facts.profile:
-        yield from ("", f"Profile: {profile.text()}")
+    yield from _markdown_of_profile(diagnosis.facts.profile)
+    if averaged := averaging(diagnosis.facts):
+        yield from ("", f"Averaging: {averaged.text()}")
+    if formulas := formulas_text(diagnosis.facts):
+        yield from ("", f"Formulas: {formulas}")
     for number, one in enumerate(diagnosis.findings, 1):
         cost = _cost_of_all(one, diagnosis)
         yield ""
@@ -180,8 +216,24 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
             yield from ("", f"## {title}", "", *(f"- {line}" for line in lines))
 
 
+def _markdown_of_profile(profile: TraceProfile | None) -> Iterator[str]:
+    if profile is None:
+        return
+    yield from ("", f"Profile: {profile.text()}")
+    if profile.path:
+        yield from ("", f"Critical path: {profile.path.text()}")
+    if python := profile.python:
+        yield from ("", f"The rest: {python.text()}", "")
+        yield from (f"    {line}" for line in python.lines(len(python.functions)))
+
+
 def to_json(diagnosis: Diagnosis) -> dict[str, object]:
     """Return the diagnosis for programs; without the job file, which the record has."""
     value = asdict(replace(diagnosis, findings=[*diagnosis.findings]))
     del value["facts"]["job"]
-    return {"headline": diagnosis.headline, **value}
+    averaged = averaging(diagnosis.facts)
+    return {
+        "headline": diagnosis.headline,
+        **value,
+        "averaging": asdict(averaged) if averaged else None,
+    }

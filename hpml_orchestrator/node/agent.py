@@ -34,7 +34,8 @@ from hpml_orchestrator.node.environment import node_index, node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import NodeMonitor
-from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
+from hpml_orchestrator.node.options import AgentOptions, parse_options
+from hpml_orchestrator.node.peaks import rank_peaks
 from hpml_orchestrator.node.processes import RankRecords, StartedRank, is_alive, kill_families
 from hpml_orchestrator.node.results import NodeResults, make_job_directories
 from hpml_orchestrator.node.stages import NodeStaging
@@ -84,6 +85,7 @@ class Agent:
     _look_at: float = 0.0
     _note_at: float = math.inf
     _received: list[str] = field(default_factory=list)
+    _staged: dict[str, str] = field(default_factory=dict)  # paths by the names of the entries
     _ranks: list[StartedRank] = field(default_factory=list)
     _watch: Watch | None = None
     _stop: StopPath | None = None
@@ -99,6 +101,7 @@ class Agent:
         self._log = self._attempt / "events" / f"{self.node}.jsonl"
         self._records = RankRecords(self._attempt / "binding" / f"{self.node}.jsonl")
         self._staging = NodeStaging(self.options, self.node, self._log, self._should_stop)
+        self._bind = planning.BindOptions.of(self.options.job)
         self._results = NodeResults(self.options.collect, self._attempt, self.node)
 
     def listen(self) -> None:
@@ -177,11 +180,10 @@ class Agent:
 
     def _stop_path(self, channel: ChannelReader) -> StopPath | None:
         """Return the stop path of the ranks; None if the job saves no checkpoints."""
-        options = self.options.checkpoint
-        if options is None:
+        if not self.options.job.checkpoint.enabled:
             return None
         return StopPath(
-            options,
+            self.options.job,
             self._attempt,
             self.node,
             channel,
@@ -190,10 +192,10 @@ class Agent:
         )
 
     def _monitor(self) -> NodeMonitor | None:
-        if self.options.monitor is None:
+        if not self.options.job.monitor.enabled:
             return None
         try:
-            monitor = NodeMonitor(self.options.monitor, self._attempt, self.node)
+            monitor = NodeMonitor(self.options.job.monitor, self._attempt, self.node)
         except OSError as error:
             self._report(f"the job is not monitored: {error}")
             return None
@@ -207,7 +209,7 @@ class Agent:
         if self._is_over() and not again:
             return True  # the script ended before this agent could handle its signal
         try:
-            placed = self._plan(self.options.bind, channel)
+            placed = self._plan(channel)
             if monitor is not None:
                 self._start(monitor)
             if again:
@@ -217,6 +219,7 @@ class Agent:
             began = time.monotonic()
             make_job_directories(self.options, self._staging.stager)
             stages = self._staging.stage_all()
+            self._staged = {stage["name"]: stage["path"] for stage in stages}
         except (HpmlError, OSError) as error:
             if again:
                 self._report(f"the agent cannot replace the killed one: {error}")
@@ -247,26 +250,29 @@ class Agent:
 
     def _take_over(self) -> None:
         """Continue the work of an agent that was killed: its ranks and their data stay."""
-        for base in self.options.job_directories.values():
-            self._staging.stager.area(base)
-        for stage in self.options.stages:
-            self._staging.stager.hold(stage.request)
+        stager = self._staging.stager
+        for name in self.options.job_directories:
+            stager.directory(self.options.bases[name])
+        ready = read_json(self._attempt / "nodes" / f"{self.node}.ready.json")
+        for stage in ready.get("stages", []):
+            stager.hold(stage["path"])
+            self._staged[stage["name"]] = stage["path"]
         name = f"SIGKILL of the agent of {self.node}"
         events.append(self._log, "signal", node=self.node, name=name, count=1)
 
     def _start(self, monitor: NodeMonitor) -> None:
         try:
-            monitor.start(self._node_plan, no_gpus=self.options.bind.no_gpus)
+            monitor.start(self._node_plan, no_gpus=self._bind.no_gpus)
         except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"the job is not monitored: {type(error).__name__}: {error}")
 
-    def _plan(self, options: BindOptions, channel: str) -> PlanFigures:
+    def _plan(self, channel: str) -> PlanFigures:
         """Plan the node's ranks and write the plan; bind nothing if no plan is possible.
 
         Returns:
             The figures of the plan that the script prints when all nodes are ready.
         """
-        allowed = os.sched_getaffinity(0)
+        options, allowed = self._bind, os.sched_getaffinity(0)
         try:
             node_plan = planning.plan_node(options, os.environ, node=self.node, allowed=allowed)
         except (HpmlError, OSError, ValueError) as error:
@@ -279,23 +285,38 @@ class Agent:
             )
         self._node_plan = node_plan
         planning.publish(
-            self._attempt, options, node_plan, channel=channel, more=self._for_ranks(node_plan)
+            self._attempt,
+            options,
+            node_plan,
+            channel=channel,
+            more={**self._for_ranks(node_plan), **self._peaks(node_plan)},
         )
         if options.verify != "off":
             self._watch = Watch(self._attempt, node_plan)
         return plan_figures(node_plan.plan, sets_threads=not options.keep_threads)
 
     def _for_ranks(self, node_plan: planning.NodePlan) -> dict[str, str]:
-        checkpoint = self.options.checkpoint
+        checkpoint = self.options.job.checkpoint
         usable = [name for name in self.options.site.interfaces if interface_address(name)]
         gloo = {"gloo": usable[0]} if usable else {}
-        if checkpoint is None:
+        if not checkpoint.enabled:
             return gloo
         has_gpus = any(rank.gpu is not None for rank in node_plan.plan.ranks)
         if not checkpoint.hang or not has_gpus:
             return {**gloo, "sigterm": "ignore"}
         hang.directory_of(self._attempt).mkdir(exist_ok=True)
         return {**gloo, "sigterm": "ignore", "recorder": hang.recorder_stem(self._attempt)}
+
+    def _peaks(self, node_plan: planning.NodePlan) -> dict[str, str]:
+        ranks = node_plan.plan.ranks
+        return rank_peaks(
+            self._attempt.parents[3] / "bench",
+            self.node,
+            node_plan.cpu_model,
+            cpus=len(node_plan.context.allowed) / len(ranks),
+            gpus=sum(rank.gpu is not None for rank in ranks),
+            ranks_per_gpu=self._bind.ranks_per_gpu,
+        )
 
     def _head_names(self) -> list[str]:
         try:
@@ -439,7 +460,7 @@ class Agent:
             return self._asked_to_end and time.monotonic() >= self._asked_at + self._grace
 
         try:
-            self._results.collect(should_stop)
+            self._results.collect(should_stop, self._staged)
         except (HpmlError, OSError) as error:
             self._report(f"results may be missing: {error}")
 

@@ -107,7 +107,21 @@ def run(argv: list[str]) -> int:
         from hpml_orchestrator.node.planning import bind_alone  # noqa: PLC0415 - reads all of sysfs
 
         bind_alone(show=show)
+    if "HPML_STAGE_ELSEWHERE" in os.environ:
+        command = _with_own_paths(command)
     return _exec(command)
+
+
+def _with_own_paths(command: list[str]) -> list[str]:
+    """Put this node's paths of staged data in place of the first node's, in variables, too."""
+    import json  # noqa: PLC0415 - few jobs need these
+
+    from hpml_orchestrator.node.environment import ELSEWHERE, node_name  # noqa: PLC0415
+
+    for theirs, own in json.loads(os.environ.pop(ELSEWHERE)).get(node_name(), {}).items():
+        command = [word.replace(theirs, own) for word in command]
+        os.environ.update({name: one.replace(theirs, own) for name, one in os.environ.items()})
+    return command
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -267,6 +281,9 @@ def _export(head: dict[str, str]) -> None:
         os.environ["HPML_CHANNEL"] = head["channel"]
     if "gloo" in head:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", head["gloo"])
+    for key, name in (("peak", "HPML_PEAK_TFLOPS"), ("peak_bf16", "HPML_PEAK_TFLOPS_BF16")):
+        if key in head:
+            os.environ.setdefault(name, head[key])
     if head.get("sigterm") == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # across exec, unless the program handles it
     if "recorder" in head:

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import jobstate
-from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.records.files import read_text, write_json
 from hpml_orchestrator.records.ids import parse_answer
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.records.run import PRUNED, Attempt
 from hpml_orchestrator.records.submission import Submission
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.job import Checkpoint
 
 EXIT_CONTINUED = 75
 """Exit status of a script whose run continues in another job: not 0, since the run is not done."""
@@ -52,7 +54,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    options: CheckpointOptions | None,
+    options: Checkpoint,
     *,
     state: str,
     exit_code: int,
@@ -64,7 +66,7 @@ def decide(
     """Decide whether a run continues after an attempt.
 
     Args:
-        options: the job's `checkpoint`; None without.
+        options: the job's `checkpoint`.
         state: how the attempt ended, in Slurm's word.
         exit_code: of the ranks.
         asked: the reason for which the ranks were asked to stop; empty if they were not.
@@ -74,7 +76,7 @@ def decide(
     """
     # Never continue against the user's will: neither a cancelled job nor a trial that a search has
     # given up.
-    if options is None or state == "CANCELLED" or asked == PRUNED:
+    if not options.enabled or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked in _ASKED:
         # Without the channel only a signal can have asked the program to stop. After one, its 0 may
@@ -101,7 +103,7 @@ def decide(
     return Decision(goes_on=True, why=why)
 
 
-def continue_run(attempt: str, code: str) -> int:
+def continue_run(attempt: str, submission: str, code: str) -> int:
     """Start the next attempt if the run continues; print the script's exit status."""
     records = Attempt(Path(attempt))
     status = int(code)
@@ -109,7 +111,7 @@ def continue_run(attempt: str, code: str) -> int:
         status = status or 1  # its end could not be recorded: the run is not done
     if records.goes_on:
         try:
-            stays = _next_job(records)
+            stays = _next_job(records, NodeJob.read(Path(submission)))
         except (HpmlError, OSError) as error:
             stays = str(error)
         if stays:
@@ -121,20 +123,17 @@ def continue_run(attempt: str, code: str) -> int:
     return 0
 
 
-def _next_job(records: Attempt) -> str:
+def _next_job(records: Attempt, read: NodeJob) -> str:
     """Requeue this job, or submit a continuation; return why neither is possible, or nothing."""
-    options = CheckpointOptions.from_environment()
-    if options is None:
-        return "HPML_CHECKPOINT is not set"
     job_id = job_name(os.environ)
     state = jobstate.ask(os.environ).state
     if state == "CANCELLED":
         return "the job was cancelled"
     avoid: list[str] = []
-    if options.avoid_failed_nodes:
+    if read.job.checkpoint.avoid_failed_nodes:
         avoid = nodes_to_avoid(records, lambda command: _command(command).stdout, _say)
     refused = "the site forbids requeueing"
-    if options.can_requeue:
+    if read.site.can_requeue:
         refused = "" if state == "REQUEUED" else _requeue(job_id)
     if not refused:
         # Recorded first: the job may be killed at any moment now.

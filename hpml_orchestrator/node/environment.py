@@ -1,67 +1,19 @@
-"""Variables that Slurm and the batch script set on a node.
-
-The agent's own options are in `options.py`, apart, because that imports `staging`: the other
-commands of a job's start do without it.
-"""
+"""Variables that Slurm and the batch script set on a node."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
-
-from hpml_orchestrator.errors import InputError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-T = TypeVar("T")
+ELSEWHERE = "HPML_STAGE_ELSEWHERE"
+"""JSON: by the name of a node, the paths of staged data that are others there."""
+
 _RANGE = r"\d{1,9}(?:-\d{1,9})?"
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`."""
-
-    requeue: Sequence[str] = ()  # the reasons after which the run continues
-    # Seconds before the time limit at which ranks are asked to stop; None for automatic
-    lead: float | None = None
-    attempts: int = 20  # how many the run may have
-    # Seconds without a sign of life after which the ranks of a node hang; 0 for never
-    hang: float = 0
-    avoid_failed_nodes: bool = True  # whether the next attempt leaves out nodes that failed or hung
-    # Name of the signal that ranks get with a stop request, such as USR1; may be empty
-    signal: str = ""
-    time_limit: float | None = None  # the job's, in seconds; None if unknown
-    can_requeue: bool = True  # whether the site lets a job's owner requeue it
-
-    @classmethod
-    def from_environment(
-        cls, environment: Mapping[str, str] = os.environ
-    ) -> CheckpointOptions | None:
-        """Return the options in HPML_CHECKPOINT; None if the job file has no `checkpoint`.
-
-        Raises:
-            InputError: it cannot be read.
-        """
-        text = environment.get("HPML_CHECKPOINT", "")
-        return read_option(cls, "HPML_CHECKPOINT", text) if text else None
-
-
-def read_option(kind: Callable[..., T], option: str, text: str) -> T:
-    """Build an options object from the text of a JSON object.
-
-    Raises:
-        InputError: the text is not a JSON object, or has unknown fields.
-    """
-    try:
-        return kind(**json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"cannot be read: {error}", field=option, value=text) from error
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:

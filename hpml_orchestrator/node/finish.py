@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import BindingError, StagingError
+from hpml_orchestrator.errors import BindingError, RecordError, StagingError
 from hpml_orchestrator.node import continuation
-from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.records.progress import TrainingProgress, progress_of, written_since
 from hpml_orchestrator.records.run import Attempt, Run
 from hpml_orchestrator.records.texts import (
@@ -37,6 +37,7 @@ from hpml_orchestrator.records.texts import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from hpml_orchestrator.records.job import Checkpoint, Job
     from hpml_orchestrator.records.schema import Marker, ProofRecord
 
 _SIGNALLED = 128
@@ -117,21 +118,23 @@ class Ending(NamedTuple):
     reason: str  # in words
 
 
-def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:
+def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
     """Report wrong bindings, record how the attempt ended, print the script's status.
 
     Writes `ended.json` and the event `ended`.
 
     Args:
         attempt: the attempt's directory.
+        submission: the directory of `agent.json`.
         code: exit status of the script.
         reason: why it ended, if the script has determined it.
-        launcher: the job's.
     """
     directory = Path(attempt)
     job_id = os.environ.get("SLURM_JOB_ID", "")
     records = Attempt(directory)
     output = records.output_end(Path("/proc/self/fd/2"))
+    job = _job(Path(submission))
+    launcher: str = job.launcher if job else ""
     if records.markers("failed"):
         launcher = ""  # no rank has started: what srun reports is the step of the agents
     end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
@@ -139,10 +142,9 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
         end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
-    options = CheckpointOptions.from_environment()
     future: dict[str, object] = {}
-    if options is not None:
-        end, future = _future(records, options, end)
+    if job and job.checkpoint.enabled:
+        end, future = _future(records, job.checkpoint, end)
     completed = end.exit_code == 0 and not future.get("why")
     lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
@@ -171,9 +173,16 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     return 0
 
 
-def _future(
-    records: Attempt, options: CheckpointOptions, end: Ending
-) -> tuple[Ending, dict[str, object]]:
+def _job(submission: Path) -> Job | None:
+    """Return the job; None if its file is gone: the end of the attempt is recorded anyway."""
+    try:
+        return NodeJob.read(submission).job
+    except RecordError as error:
+        sys.stderr.write(f"hpml: {error}\n")
+        return None
+
+
+def _future(records: Attempt, options: Checkpoint, end: Ending) -> tuple[Ending, dict[str, object]]:
     """Decide whether the run continues; return the ending that follows, and fields to record."""
     reached = progress_of(records)
     flags: list[bool] = []

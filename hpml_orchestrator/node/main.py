@@ -11,8 +11,8 @@ from hpml_orchestrator.errors import HpmlError
 USAGE = """\
 usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory
-  agent ATTEMPT [--bind JSON] [--site JSON] [--monitor JSON]
-        [--shm DIRECTORY] [--local DIRECTORY] [--stage JSON]…
+  agent ATTEMPT SUBMISSION [--shm DIRECTORY] [--local DIRECTORY]
+        [--job-directory shm|local]… [--collect SOURCE TARGET]…
                                       run the agent of this node until the job ends
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or print why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
@@ -20,9 +20,9 @@ usage: hpml-node.pyz COMMAND …
   shield COMMAND …                    run a launcher with SIGTERM blocked
   note-signal ATTEMPT NAME            record that a signal was passed on to the ranks
   terminated ATTEMPT                  request a stop if the script got SIGTERM while its job runs
-  finish ATTEMPT CODE [REASON [LAUNCHER]]
+  finish ATTEMPT SUBMISSION CODE [REASON]
                                       record how the attempt ended; prints the script's status
-  go-on ATTEMPT STATUS                requeue the job or submit its continuation, if the run
+  go-on ATTEMPT SUBMISSION STATUS     requeue the job or submit its continuation, if the run
                                       continues; prints the script's status
 """
 
@@ -37,8 +37,8 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "shield": ("bind", "shield", None),
     "note-signal": ("finish", "note_signal", (2,)),
     "terminated": ("stopping", "terminated", (1,)),
-    "finish": ("finish", "finish", (2, 3, 4)),
-    "go-on": ("continuation", "continue_run", (2,)),
+    "finish": ("finish", "finish", (3, 4)),
+    "go-on": ("continuation", "continue_run", (3,)),
 }
 
 

@@ -32,8 +32,8 @@ from hpml_orchestrator.records import targets
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from hpml_orchestrator.node.options import MonitorOptions
     from hpml_orchestrator.node.planning import NodePlan
+    from hpml_orchestrator.records.job import Monitor
 
 _LOG = logging.getLogger(__name__)
 _NICE = 10
@@ -58,7 +58,7 @@ class Timing:
 class NodeMonitor:
     """The exporter of one node's part of a job, and the thread that supervises it."""
 
-    options: MonitorOptions  # what the batch script asks for
+    options: Monitor  # the job's `monitor`
     attempt: Path  # the attempt's directory
     node: str  # Slurm's name of the node
     # The agent's own variables
@@ -190,7 +190,7 @@ class NodeMonitor:
         return {
             "listen": listen,
             "any_port": True,  # other jobs of this node may use the same one
-            "web_config": self.options.web_config,
+            "web_config": self.options.web_config or "",
             "without": [*_OF_THE_NODE, *(["gpu"] if self._facts["gpus"] == [] else [])],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
@@ -224,7 +224,7 @@ class NodeMonitor:
         if not address or (address == self._published and targets.renew(self.target)):
             return
         labels = {name: str(self._facts[name]) for name in ("jobid", "run", "user")}
-        scheme = "https" if _has_tls(self.options.web_config) else ""
+        scheme = "https" if _has_tls(self.options.web_config or "") else ""
         try:
             targets.publish(
                 self.target, address, {**labels, "node": self.node, "__scheme__": scheme}

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
-from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.gpus import visible_devices
+from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES, visible_devices
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import NodeContext
@@ -33,7 +32,37 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.topology.model import Gpu, Topology
+
+
+@dataclass(frozen=True)
+class BindOptions:
+    """How to bind the ranks of a node, with a job or without one."""
+
+    ranks: int  # how many the node has
+    policy: str = "gpu-local"  # the planner's policy
+    verify: str = "warn"  # `strict`, `warn` or `off`
+    ranks_per_gpu: int = 1  # how many ranks share a GPU
+    loader_workers: int = 0  # processes per rank that load data
+    one_thread: bool = False  # whether ranks get only the first hardware thread of each core
+    keep_threads: bool = False  # whether the job file sets OMP_NUM_THREADS, which is kept then
+    no_gpus: bool = False  # whether the job requested no GPUs, so that the node's do not count
+
+    @classmethod
+    def of(cls, job: Job) -> BindOptions:
+        """Return how a job's ranks are bound."""
+        binding, resources, variables = job.binding, job.resources, job.environment.variables
+        return cls(
+            resources.ranks,
+            binding.policy,
+            binding.verify,
+            resources.ranks_per_gpu,
+            binding.loader_workers,
+            one_thread=not binding.hardware_threads,
+            keep_threads="OMP_NUM_THREADS" in variables,
+            no_gpus=not resources.gpu_count and not {*VISIBLE_VARIABLES} & {*variables},
+        )
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.collect import Collected, collect
 from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.store import base_above
+from hpml_orchestrator.staging.store import base_above, remove_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpml_orchestrator.node.options import AgentOptions
     from hpml_orchestrator.staging.stage import CopyStager
@@ -35,8 +34,8 @@ def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
     Raises:
         StagingError: a directory cannot be made.
     """
-    for name, base in options.job_directories.items():
-        path = f"{stager.area(base).path}/{name}.dir"
+    for name in options.job_directories:
+        path = f"{stager.directory(options.bases[name])}/{name}.dir"
         try:
             if os.path.lexists(path):  # left by an attempt that was killed here
                 remove_tree(path)
@@ -86,13 +85,22 @@ class NodeResults:
                     value=directory,
                 ) from error
 
-    def collect(self, should_stop: Callable[[], bool]) -> None:
-        """Copy each result back and record the outcome; an error does not stop the others."""
+    def collect(self, should_stop: Callable[[], bool], staged: Mapping[str, str]) -> None:
+        """Copy each result back and record the outcome; an error does not stop the others.
+
+        Args:
+            should_stop: returns whether no time is left.
+            staged: paths of the data on this node, by the names of their entries.
+        """
         retry = Retry(time.sleep, should_stop)
         # Written before the first copy: if the agent is killed, the record shows what was not
         # begun.
         self._write()
-        for row, (source, _), directory in zip(self._rows, self.entries, self._directories):
+        for row, (given, _), directory in zip(self._rows, self.entries, self._directories):
+            source = given
+            for name, path in staged.items():
+                source = source.replace(f"{{stage.{name}}}", path)
+            row["source"] = source
             try:
                 os.makedirs(directory, exist_ok=True)
                 found = collect(source, directory, retry)

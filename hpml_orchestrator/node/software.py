@@ -1,4 +1,4 @@
-"""What a program runs in: its Python's packages, the loaded modules and the GPU driver.
+"""What a program runs in: its Python's packages, PyTorch's build, modules and the GPU driver.
 
 The agent of the job's first node starts this once per attempt, for a rank there, in a process of
 its own: neither a slow file system nor a driver that hangs may delay the job. The process ends
@@ -18,12 +18,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.environment import node_name
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.run import SOFTWARE
+from hpml_orchestrator.records.torch_build import READ_BUILD, read_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +41,7 @@ sys.path.append(sys.argv.pop(1))
 from hpml_orchestrator.node.software import main
 main(*sys.argv[1:])
 """
+_READ_VERSION = "import json, platform; print(json.dumps(platform.python_version()))"
 _LIST_PACKAGES = """\
 import importlib.metadata, json
 found = {}
@@ -99,9 +101,13 @@ def record(attempt: Path, process: str, program: str) -> None:
     found: dict[str, object] = {
         "node": node_name(),
         "python": python or None,
+        "python_version": _ask(python, _READ_VERSION, environment) if python else None,
         "packages": installed(python, environment) if python else None,
         "modules": [*filter(None, environment.get("LOADEDMODULES", "").split(":"))],
         "files": digests(process),
+        "torch": _ask(python, READ_BUILD, environment) if python else None,
+        "vectors": read_vectors(environment),
+        "has_gpus": bool(environment.get("CUDA_VISIBLE_DEVICES")),
     }
     with contextlib.suppress(RecordError):
         write_json(attempt / SOFTWARE, found)
@@ -166,9 +172,17 @@ def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | N
         python: its path.
         environment: of the process.
     """
+    packages: dict[str, str] | None = _ask(python, _LIST_PACKAGES, environment)
+    if packages is None:
+        return None
+    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
+
+
+def _ask(python: str, code: str, environment: Mapping[str, str]) -> Any:
+    """Return what a Python's answer in JSON says; None if it gives none."""
     try:
-        listed = subprocess.run(
-            [python, "-c", _LIST_PACKAGES],
+        answered = subprocess.run(
+            [python, "-c", code],
             cwd="/",  # the current directory is on the path of `-c`
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -176,10 +190,9 @@ def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | N
             timeout=_LIST_SECONDS,
             check=True,
         )
-        packages: dict[str, str] = json.loads(listed.stdout)
+        return json.loads(answered.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
 def nvidia_versions() -> dict[str, str]:

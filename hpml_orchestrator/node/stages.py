@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from hpml_orchestrator.node.options import AgentOptions, StageOptions
+    from hpml_orchestrator.node.options import AgentOptions
+    from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.records.schema import StageRecord
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.request import StageRequest
+    from hpml_orchestrator.staging.stage import Supply
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
@@ -101,6 +103,7 @@ class NodeStaging:
     def __post_init__(self) -> None:
         self.stager = CopyStager(
             job_key=job_key(self.environment),
+            on_several_nodes=node_index(self.environment)[1] > 1,
             should_stop=self.is_ending,
             on_progress=self._on_progress,
         )
@@ -111,8 +114,9 @@ class NodeStaging:
         Raises:
             HpmlError: one could not be staged.
         """
-        waited = self._wait_for_others() if self.options.stages else 0.0
-        figures = [self._stage(entry) for entry in self.options.stages]
+        entries = self.options.job.stage
+        waited = self._wait_for_others() if entries else 0.0
+        figures = [self._stage(entry) for entry in entries]
         if waited:
             figures[0]["waited_seconds"] = round(waited, 3)
         return figures
@@ -121,15 +125,15 @@ class NodeStaging:
         if self._progress is not None:
             self._progress(done, files, all_bytes, all_files)
 
-    def _stage(self, entry: StageOptions) -> StageRecord:
-        request = entry.request
+    def _stage(self, entry: Stage) -> StageRecord:
+        request = self.options.request(entry)
         note = functools.partial(events.append, self.log, "staging", node=self.node)
         note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
         self._progress = ProgressReporter(request.name, note, None if index else self.say)
         try:
             self.stager.options = self._options(entry, readers=nodes)
-            supply = self._supply(entry, index, nodes) if nodes > 1 else None
+            supply = self._supply(entry, request, index, nodes) if nodes > 1 else None
             result = self.stager.stage(request, supply)
         finally:
             self._progress = None
@@ -137,16 +141,16 @@ class NodeStaging:
             self.say(f"warning: {result.warning}")
         return figures_of(result)
 
-    def _options(self, entry: StageOptions, *, readers: int) -> CopyOptions:
+    def _options(self, entry: Stage, *, readers: int) -> CopyOptions:
         """Return how to copy an entry while `readers` nodes read the source at once."""
         limits = self.options.site
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
         return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
-    def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
+    def _supply(self, entry: Stage, request: StageRequest, index: int, nodes: int) -> Supply:
         """Return how this node gets an entry that several nodes need."""
-        request, limits = entry.request, self.options.site
-        area = self.stager.area(request.target)  # raises at once if the target cannot be used
+        limits, first = self.options.site, self.options.job.stage[0]
+        store = self.stager.store(request.target)  # raises at once if the target cannot be used
         try:
             return supply_for(
                 request,
@@ -159,9 +163,9 @@ class NodeStaging:
                     node=self.node,
                     names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                     interfaces=limits.interfaces,
-                    come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
+                    come_seconds=ARRIVAL_SECONDS if entry is first else math.inf,
                 ),
-                most_bytes=capacity_at(area.store.base),
+                most_bytes=capacity_at(store.base),
                 # In a chain only the first node reads, so it gets the whole job's share of opens.
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
@@ -180,12 +184,13 @@ class NodeStaging:
 
     def _wait_for_others(self) -> float:
         """Delay this task of an array, so that not all tasks start at once; return the seconds."""
-        limits = self.options.site
         index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
         if not index.isdecimal():
             return 0.0
         salt = self.environment.get("SLURM_ARRAY_JOB_ID", "")
-        delay = array_delay(limits.array_jitter, limits.array_tasks, int(index), salt)
+        array = self.options.job.array
+        tasks = len(array.indices) if array else 0
+        delay = array_delay(self.options.site.array_jitter, tasks, int(index), salt)
         began = time.monotonic()
         while (left := began + delay - time.monotonic()) > 0:
             if self.is_ending():

@@ -6,8 +6,10 @@ These run on the first node, called by the batch script before the ranks start.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -23,10 +25,11 @@ from hpml_orchestrator.errors import (
     StagingError,
     counted,
 )
-from hpml_orchestrator.node.environment import node_name
+from hpml_orchestrator.node.environment import ELSEWHERE, node_name
 from hpml_orchestrator.placement.report import plan_lines
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, Submission
@@ -57,6 +60,7 @@ def claim(submission: str) -> int:
 
     Raises:
         InputError: not inside a job.
+        RecordError: `agent.json` is missing or damaged.
         NotFoundError: the table has no such index.
     """
     job_id = os.environ.get("SLURM_JOB_ID", "")
@@ -65,6 +69,7 @@ def claim(submission: str) -> int:
             "not inside a job: SLURM_JOB_ID is not set",
             hint="give the script to sbatch, or run the job file with `hpml run --local`",
         )
+    NodeJob.read(Path(submission))  # before anything is recorded: without it no node can start
     run = Run(_run_directory(Path(submission), job_id))
     restart = os.environ.get("SLURM_RESTART_COUNT") or "0"
     array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
@@ -238,7 +243,7 @@ def wait_ready(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Return 0 once all nodes are ready.
+    """Return 0 once all nodes are ready; print where they have the data, as lines for the shell.
 
     Args:
         attempt: the attempt's directory.
@@ -271,6 +276,8 @@ def wait_ready(
         ready = directory.markers("ready")
         if len(ready) >= wanted:
             _report_ready(ready)
+            lines = (f"export {name}={shlex.quote(one)}\n" for name, one in _paths(ready).items())
+            sys.stdout.write("".join(lines))
             return 0
         if agents is None or agents.ended:
             raise HpmlError(
@@ -282,6 +289,26 @@ def wait_ready(
             sys.stderr.write(f"hpml: {len(ready)} of {wanted} nodes are ready\n")
         sleep(pause)
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+
+def _paths(ready: list[Marker]) -> dict[str, str]:
+    """Return the variable `HPML_STAGE_NAME` of each entry: where the first node has the data.
+
+    A node has them elsewhere if another job uses damaged kept data there, or is copying them.
+    hpml-bind puts the node's own path in place, by `HPML_STAGE_ELSEWHERE`.
+    """
+    places: dict[str, str] = {}
+    elsewhere: dict[str, dict[str, str]] = {}
+    for marker in ready:
+        stages = marker.get("stages")
+        for stage in stages if isinstance(stages, list) else []:
+            path, first = stage["path"], places.setdefault(stage["name"], stage["path"])
+            if path != first:
+                elsewhere.setdefault(str(marker.get("node")), {})[first] = path
+    variables = {f"HPML_STAGE_{name.upper()}": path for name, path in places.items()}
+    if elsewhere:
+        variables[ELSEWHERE] = json.dumps(elsewhere)
+    return variables
 
 
 def _report_ready(ready: list[Marker]) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpml_orchestrator.node.channel import ChannelReader
-    from hpml_orchestrator.node.environment import CheckpointOptions
+    from hpml_orchestrator.records.job import Job
 
     Ranks = Sequence[StartedRank]
 
@@ -48,7 +48,7 @@ class StopPath:
     """Stops the ranks of one node; the agent's loop calls `act`.
 
     Args:
-        options: the job file's `checkpoint`.
+        job: the job, which has `checkpoint`.
         attempt: the attempt's directory.
         node: Slurm's name of this node.
         channel: the reader of the training channel.
@@ -65,7 +65,7 @@ class StopPath:
 
     def __init__(
         self,
-        options: CheckpointOptions,
+        job: Job,
         attempt: Path,
         node: str,
         channel: ChannelReader,
@@ -77,14 +77,14 @@ class StopPath:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.reason = self.state = ""
-        self._options = options
+        self._options = job.checkpoint
         self._records = Attempt(attempt)
         self._node = node
         self._channel = channel
         self._environment = environment
         self._ask, self._kill, self._clock, self._grace = ask, kill, clock, grace
         self._index, _ = node_index(environment)
-        self._hang = hang.HangWatch(options.hang, channel.peers)
+        self._hang = hang.HangWatch(job.checkpoint.hang, channel.peers)
         self._end_is_known = False
         self._stacks: threading.Thread | None = None
         self._stopped: set[int] = set()  # ranks that got the configured signal, or SIGTERM
@@ -92,11 +92,8 @@ class StopPath:
         self._term_at = self._kill_at = self._ask_at = math.inf
         self._look_at = self._push_at = -math.inf
         self._end = _number(environment.get("SLURM_JOB_END_TIME"))
-        start = _number(environment.get("SLURM_JOB_START_TIME"))
-        self._limit = options.time_limit
-        if self._limit is None and self._end is not None and start is not None:
-            self._limit = self._end - start
-        watches = self._index == 0 and options.lead is None
+        self._limit: float = job.resources.time
+        watches = self._index == 0 and job.checkpoint.lead is None
         self._earlier = _slowest_of(self._records) if watches else Slowest()
 
     def on_sigterm(self, now: float) -> None:
@@ -164,7 +161,7 @@ class StopPath:
         """Get the end of the job from Slurm: its limit may differ from the script's."""
         state = self._ask(self._environment)
         if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
-            if state.end is not None and self._end is not None and self._limit is not None:
+            if state.end is not None and self._end is not None:
                 self._limit += state.end - self._end
             self._end = state.end
 

@@ -10,7 +10,8 @@ version. A value is text without white space, in which `%` and two hexadecimal d
 of UTF-8; a value of `-` is a missing one. CPUs, cores and domains are in the kernel's list format;
 with `bind=no` hpml-bind sets neither affinity nor memory policy. The other values of the header are
 the agent's settings for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`, `sigterm`,
-`recorder`, `gloo`). The number after `hpml-plan` is the version of this grammar.
+`recorder`, `gloo`, `peak`, `peak_bf16`). The number after `hpml-plan` is the version of this
+grammar.
 
 Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.
 """

@@ -47,6 +47,15 @@ def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
         return None
 
 
+def environment_of(pid: int | str, proc_root: str = "/proc") -> list[bytes]:
+    """Return the variables that a process was started with; none if they cannot be read."""
+    try:
+        with open(f"{proc_root}/{pid}/environ", "rb") as stream:
+            return stream.read().split(b"\0")
+    except OSError:
+        return []
+
+
 def live_processes(proc_root: str = "/proc") -> list[ProcessStat]:
     """Return every process except zombies, as it was at one moment."""
     stats = (read_stat(name, proc_root) for name in os.listdir(proc_root) if name.isdecimal())

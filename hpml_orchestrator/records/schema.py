@@ -12,134 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-
-# The complete job file of a submission, as `spec.job.Job.model_dump(mode="json")` writes it. A
-# test compares these classes with the models.
-
-
-class MailFields(TypedDict):
-    """The field `resources.mail`."""
-
-    to: str
-    on: list[str]
-
-
-class ResourceFields(TypedDict):
-    """The field `resources`."""
-
-    nodes: int
-    gpus: str
-    ranks_per_node: int | None
-    ranks_per_gpu: int
-    cpus_per_rank: int
-    memory: str | None
-    time: str
-    partition: str | None
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    exclusive: bool
-    mail: MailFields | None
-    extra: list[str]
-
-
-class ContainerFields(TypedDict):
-    """The field `environment.container`."""
-
-    engine: str
-    image: str
-    mounts: list[str]
-
-
-class EnvironmentFields(TypedDict):
-    """The field `environment`."""
-
-    modules: list[str]
-    conda: str | None
-    venv: str | None
-    setup: str | None
-    python: str
-    variables: dict[str, str]
-    inherit: str
-    container: ContainerFields | None
-
-
-class StageFields(TypedDict):
-    """An entry of `stage`."""
-
-    name: str
-    source: str
-    kind: str
-    target: str
-    size: str | None
-    keep: bool
-    trust_mtime: bool
-    distribution: str
-    outside_links: bool
-    follow_links: bool
-    hash: bool
-
-
-class CollectFields(TypedDict):
-    """An entry of `collect`."""
-
-    source: str
-    target: str
-
-
-class BindingFields(TypedDict):
-    """The field `binding`."""
-
-    policy: str
-    verify: str
-    loader_workers: int
-    hardware_threads: bool
-
-
-class MonitorFields(TypedDict):
-    """The field `monitor`."""
-
-    enabled: bool
-    listen: str
-    web_config: str | None
-    targets: str | None
-    interval: int
-
-
-class CheckpointFields(TypedDict):
-    """The field `checkpoint`."""
-
-    enabled: bool
-    directory: str
-    lead: str
-    requeue: list[str]
-    attempts: int
-    hang: str
-    avoid_failed_nodes: bool
-    signal: str | None
-
-
-class JobFields(TypedDict):
-    """The job file."""
-
-    name: str
-    launcher: str
-    script: str | None
-    module: str | None
-    command: list[str] | None
-    args: list[str]
-    array: str | None
-    after: list[str]
-    mpi: str
-    workdir: str
-    snapshot: bool
-    resources: ResourceFields
-    environment: EnvironmentFields
-    stage: list[StageFields]
-    collect: list[CollectFields]
-    binding: BindingFields
-    monitor: MonitorFields
-    checkpoint: CheckpointFields
+    from hpml_orchestrator.records.job import Json
 
 
 # Of a submission.
@@ -212,7 +85,7 @@ class _Submit(TypedDict):
     comment: str
     output: str
     job_file: str
-    job: JobFields
+    job: Json
     provenance: ProvenanceRecord
 
 
@@ -260,7 +133,7 @@ class RunRecord(TypedDict, total=False):
     index: int
     name: str
     created: float
-    job: JobFields
+    job: Json
     provenance: ProvenanceRecord
 
 
@@ -387,14 +260,37 @@ class ProofRecord(TypedDict, total=False):
     ranks: list[RankProofFields]
 
 
+class TorchRecord(TypedDict, total=False):
+    """A build of PyTorch; what is unknown is None."""
+
+    version: str | None
+    cuda: str | None  # that it was built for
+    rocm: str | None
+    cudnn: str | None
+    nccl: str | None
+    mkl: bool | None
+    onednn: bool | None
+
+
+class VectorRecord(TypedDict):
+    """Vector instructions of a CPU, by PyTorch's names: DEFAULT, AVX2, AVX512."""
+
+    cpu: str
+    limits: dict[str, str]  # variables that allow less, with their values
+
+
 class SoftwareRecord(TypedDict, total=False):
     """The software of an attempt's ranks: `software.json`."""
 
     file: str  # path of the file, set by its reader
     node: str
     python: str | None
+    python_version: str | None
     packages: dict[str, str] | None
     modules: list[str]
     files: dict[str, str]  # SHA-256 of those that the command names, by path
     nvidia_driver: str
-    cuda: str
+    cuda: str  # the newest that the driver supports
+    torch: TorchRecord | None
+    vectors: VectorRecord | None
+    has_gpus: bool  # the rank

@@ -18,6 +18,7 @@ from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.damage import field_fault
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 
@@ -91,6 +92,22 @@ class Submission:
         """
         record: SubmitRecord = _checked(self.directory / "submit.json", _REQUEST)
         return record
+
+    def requested_job(self, record: SubmitRecord | None = None) -> Job:
+        """The job that was submitted, from `submit.json`.
+
+        Args:
+            record: what `record` returned, where it was read before.
+
+        Raises:
+            NotFoundError: there is no record.
+            RecordError: it cannot be read, or is damaged.
+        """
+        try:
+            return Job.from_json((record or self.record())["job"])
+        except (TypeError, ValueError) as error:
+            path = self.directory / "submit.json"
+            raise RecordError(f"{path} is damaged: its job cannot be read ({error})") from error
 
     def job(self) -> ScheduledJob | None:
         """The scheduler's answer, `job.json`; None while it is unknown.

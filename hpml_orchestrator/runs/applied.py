@@ -16,11 +16,10 @@ from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import steps_known, training_seconds
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.jobfile.load import field_value
 from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json_lines
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.runs.status import state_of
-from hpml_orchestrator.spec.load import field_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.apply import Chosen
     from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.spec.job import Job
 
 _HELPED = 1.05  # smaller differences may be noise
 _BEFORE_TRAINING = ("slow-start", "slow-staging")
@@ -50,7 +49,7 @@ def record_applied(store: Store, run: str, chosen: Chosen, job: Job) -> None:
         if THRESHOLDS[one.finding.kind].gain_if and one.finding.kind not in _BEFORE_TRAINING
     }
     # with other arguments a run does other work
-    names, document = ("args", "command", *chosen.fields), job_fields(job)
+    names, document = ("args", "command", *chosen.fields), job.to_json()
     fields = {name: field_value(document, name) for name in names}
     line = {"schema_version": SCHEMA_VERSION, "run": run, "kinds": kinds, "fields": fields}
     with suppress(OSError):
@@ -61,13 +60,14 @@ def record_applied(store: Store, run: str, chosen: Chosen, job: Job) -> None:
 def with_results(diagnosis: Diagnosis, store: Store) -> Diagnosis:
     """Return a diagnosis without the changes that its job has already and that did not help."""
     facts, findings = diagnosis.facts, {one.kind: one for one in diagnosis.findings}
+    document = facts.job.to_json()
     # nothing was applied, the earlier run is gone, or another version wrote the file
     with suppress(HpmlError, LookupError, TypeError):
-        lines = {line["run"]: line for line in read_json_lines(_file(store, facts.job["name"]))}
+        lines = {line["run"]: line for line in read_json_lines(_file(store, facts.job.name))}
         for line in lines.values():
             fields, kinds = line["fields"], {*line["kinds"]} & {*findings}
             if not kinds or not all(
-                _has(field_value(facts.job, one), fields[one]) for one in fields
+                _has(field_value(document, one), fields[one]) for one in fields
             ):
                 continue
             speedup = _speedup(gather(state_of(store, store.resolve(line["run"]))), facts)

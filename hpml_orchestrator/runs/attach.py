@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.process import environment_of
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.backend import refuse_elsewhere
 from hpml_orchestrator.scheduler.environment import job_environment
-from hpml_orchestrator.scheduler.local.processes import environment_of, marked
+from hpml_orchestrator.scheduler.local.processes import marked
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.nodelist import expand
 from hpml_orchestrator.script.render import CODE_DIRECTORY
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord
+    from hpml_orchestrator.records.schema import SubmitRecord
     from hpml_orchestrator.runs.state import State
 
 _SHELL = ("bash",)
@@ -92,7 +93,7 @@ def attachment(
             hint=f"its nodes: {first_few(nodes, _NAMED_NODES)}",
         )
     record = state.submission.record()
-    directory = _directory(state, record["job"], record["provenance"])
+    directory = _directory(state, record)
     words = [*(command or _SHELL)]
     if state.backend == "local":
         if record["host"] != (here := socket.gethostname()):
@@ -129,9 +130,9 @@ def attachment(
     return Attachment([*srun, *words], {**job_environment(environment, "all"), **known})
 
 
-def _directory(state: State, job: JobFields, provenance: ProvenanceRecord) -> Path:
-    workdir = Path(job["workdir"])
-    snapshot = provenance.get("snapshot")
+def _directory(state: State, record: SubmitRecord) -> Path:
+    workdir = Path(state.submission.requested_job(record).workdir)
+    snapshot = record["provenance"].get("snapshot")
     if not snapshot:
         return workdir
     place = os.path.relpath(os.path.realpath(workdir), snapshot["top"])

@@ -15,9 +15,9 @@ from hpml_orchestrator.scheduler.model import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.job import Job
 
 Backends: TypeAlias = Callable[[str, str], Scheduler]
 """`(name, host) -> Scheduler`: every machine has its own local backend."""

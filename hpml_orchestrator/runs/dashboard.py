@@ -10,12 +10,12 @@ from urllib.parse import urlencode
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.spec.site_find import find_profiles
+from hpml_orchestrator.site.profile import find_profiles
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.site.model import Site
 
 
 def cluster_job(attempt: Attempt) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def _site_of(state: State, chosen: str) -> Site | None:
 def _site(paths: tuple[str, ...]) -> Site | None:
     if not paths:
         return None
-    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - few have one
+    from hpml_orchestrator.site.model import load_site  # noqa: PLC0415 - few have one
 
     return load_site([*map(Path, paths)]).site
 

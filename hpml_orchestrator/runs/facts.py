@@ -19,20 +19,20 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
+from hpml_orchestrator.records.units import MIB
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.life import silence_of
 from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.reporting.description import Code
     from hpml_orchestrator.runs.reporting.summary import Summary
@@ -91,19 +91,19 @@ def gather(
 
 
 def _facts(state: State, summary: Summary | None, now: float) -> Facts:
-    job = state.submission.record()["job"]
-    asked = recorded_job(state.submission)
+    job = state.submission.requested_job()
+    asked = job.resources
     facts = Facts(
         run=state.submission.label,
         state=state.state,
         over=state.over,
         job=job,
-        limit_seconds=asked.limit_seconds,
+        limit_seconds=asked.time,
         node_count=asked.nodes,
-        gpu_count=asked.nodes * asked.gpus,
+        gpu_count=asked.nodes * asked.gpu_count,
         core_count=asked.nodes * asked.cores,
         world_size=asked.world_size,
-        monitored=asked.is_monitored,
+        monitored=job.monitor.enabled,
         reason=state.reason or (f"exit code {state.exit_code}" if state.exit_code else ""),
         on_slurm=state.backend == "slurm",
         attempts=state.attempts,
@@ -122,7 +122,9 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
-    limit = own = asked.memory_bytes  # without a limit of the scheduler, what was requested
+    averaged = numbers(summary.last_step)
+    # without a limit of the scheduler, what was requested
+    limit = own = None if asked.memory is None else float(asked.memory * MIB)
     if own is not None:
         limit = own + sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
     facts = replace(
@@ -139,7 +141,10 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         stages=stages,
         memory_bytes=own,
         achieved_flops=_flops(summary, facts.gpu_count),
+        gradient_bytes=averaged.get("gradient_bytes"),
+        gradient_buckets=int(averaged.get("gradient_buckets", 0)) or None,
         accuracy=_accuracy(summary),
+        formulas=_formulas(summary),
         silence=silence_of(state, now)[1],
         values=described.values,
         code=_code(described.code),
@@ -269,13 +274,13 @@ def _gpu(gpu: MonitoredGpu) -> GpuFacts:
     )
 
 
-def _stages(summary: Summary, job: JobFields) -> list[StageFacts]:
-    given = {entry["name"]: entry for entry in job["stage"]}
+def _stages(summary: Summary, job: Job) -> list[StageFacts]:
+    given = {entry.name: entry for entry in job.stage}
     return [
         StageFacts(
             name=one.name,
-            source=given[one.name]["source"] if one.name in given else "",
-            target=given[one.name]["target"] if one.name in given else "",
+            source=given[one.name].source if one.name in given else "",
+            target=given[one.name].target if one.name in given else "",
             seconds=one.seconds,
             bytes=one.bytes / max(1, one.nodes),
             files=one.files / max(1, one.nodes),
@@ -286,12 +291,23 @@ def _stages(summary: Summary, job: JobFields) -> list[StageFacts]:
 
 
 def _flops(summary: Summary, gpu_count: int) -> float | None:
-    mfu = numbers({**summary.last_step, **summary.result}).get("mfu")
+    """Return the FLOP/s of all ranks: reported per token or sample, else as MFU of a known GPU."""
+    told = numbers({**summary.last_step, **summary.result})
+    told.setdefault("samples_per_second", summary.samples_per_second or 0.0)
+    for one, rate in (("token", "tokens_per_second"), ("sample", "samples_per_second")):
+        if flops := told.get(f"flops_per_{one}", 0.0) * told.get(rate, 0.0):
+            return flops
     gpus = [gpu for node in summary.monitored for gpu in node.gpus]
     peaks = specification(gpus[0].name) if gpus else None
-    if mfu is None or peaks is None or "bfloat16" not in peaks.flops:
+    if "mfu" not in told or peaks is None or "bfloat16" not in peaks.flops:
         return None
-    return mfu * peaks.flops["bfloat16"] * gpu_count
+    return told["mfu"] * peaks.flops["bfloat16"] * gpu_count
+
+
+def _formulas(summary: Summary) -> dict[str, tuple[float, float]]:
+    told = numbers(summary.result)
+    pairs = {name: (value, told.get(f"{name}_formula")) for name, value in told.items()}
+    return {name: (one, other) for name, (one, other) in pairs.items() if other is not None}
 
 
 def _accuracy(summary: Summary) -> dict[str, float]:

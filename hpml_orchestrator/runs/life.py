@@ -13,7 +13,6 @@ from hpml_orchestrator.records.events import read_recent
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
 from hpml_orchestrator.runs.reporting.figures import last_report
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def seconds_left(state: State, now: float) -> float | None:
     if state.limit_at:  # the limit may have been changed after the submission
         return max(0.0, state.limit_at - now)
     try:
-        limit = recorded_job(state.submission).limit_seconds
+        limit = state.submission.requested_job().resources.time
     except HpmlError:
         return None
     return max(0.0, limit - max(0.0, now - state.started))
@@ -236,7 +235,8 @@ def silence_of(state: State, now: float) -> tuple[float | None, str]:
             return None, ""
         heard, due = last_report(read_recent(attempt.directory / "events")) or (now, now)
         if now > due:
-            hang = recorded_job(state.submission).checkpoint.hang_seconds
+            own = state.submission.requested_job().checkpoint
+            hang = own.hang if own.enabled else 0
             ends = f" (hang ends it at {seconds_text(hang)})" if hang else ""
             return now - heard, f"no step for {seconds_text(now - heard)}{ends}"
     return None, ""
@@ -255,12 +255,13 @@ def next_step(state: State, life: Life | None) -> str:
 
 def _limits_of(state: State) -> RunLimits:
     try:
-        job = recorded_job(state.submission)
+        job = state.submission.requested_job()
     except HpmlError:
         return RunLimits(math.inf)
-    own = job.checkpoint
-    attempts = own.attempts if own.requeue else None
-    return RunLimits(job.limit_seconds, attempts, own.requeue, own.hang_seconds)
+    own, seconds = job.checkpoint, job.resources.time
+    if not own.enabled:
+        return RunLimits(seconds)
+    return RunLimits(seconds, own.attempts if own.requeue else None, own.requeue, own.hang)
 
 
 def life_of(

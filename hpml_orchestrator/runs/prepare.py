@@ -13,20 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, RecordError
+from hpml_orchestrator.jobfile.load import field_value
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.job import with_unknown
+from hpml_orchestrator.records.node_job import AGENT_FILE
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
-from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.script.directives import leaves_out
-from hpml_orchestrator.script.render import CODE_DIRECTORY, Capabilities, SnapshotPaths, render
-from hpml_orchestrator.spec.load import field_value
+from hpml_orchestrator.script.render import (
+    CODE_DIRECTORY,
+    Capabilities,
+    SnapshotPaths,
+    render,
+    render_agent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +41,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import RunRecord, WaitedRun
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
-    from hpml_orchestrator.spec.load import ResolvedJob
-    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.runs.load import ResolvedJob
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Rendered:
 
     resolved: ResolvedJob
     script: str
-    site: ResolvedSite | None = None
+    agent: str  # the content of `agent.json`
     snapshot: Snapshot | None = None  # the repository to copy at submission
     # Why each `target: auto` became what it is, by the name of its entry.
     targets: Mapping[str, str] = field(default_factory=dict)
@@ -53,29 +59,25 @@ class Rendered:
 def render_job(
     resolved: ResolvedJob,
     capabilities: Capabilities | None = None,
-    *,
-    site: ResolvedSite | None = None,
-    here: bool = False,
 ) -> Rendered:
     """Complete a job with what must be measured and render its script.
 
     Args:
         resolved: the job.
         capabilities: what this installation can do; looked for when left out.
-        site: the site profile, if there is one.
-        here: whether it runs on this machine, which the profile does not describe.
 
     Raises:
         InputError: the job cannot be rendered, or its `environment.setup` or the user's own
             templates make a script that cannot run.
     """
     targets: dict[str, str] = {}
+    site = resolved.site
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
         from hpml_orchestrator.runs import stage_targets  # noqa: PLC0415 - few have such
 
         profile = site.site if site else None
         room = stage_targets.room_of_site(resolved.job, profile)
-        if here:
+        if resolved.backend == "local":  # the profile describes the cluster
             room = stage_targets.NodeRoom(memory_mb() or None)
         resolved, targets = stage_targets.resolve_stage_targets(resolved, room)
     job = resolved.job
@@ -95,14 +97,13 @@ def render_job(
         from hpml_orchestrator.script.bash import check_script  # noqa: PLC0415 - few have it
 
         check_script(script, site.site.templates)
-    return Rendered(resolved, script, site, snapshot, targets)
+    return Rendered(resolved, script, render_agent(job, site), snapshot, targets)
 
 
 def prepare(
     store: Store,
     rendered: Rendered,
     *,
-    backend: str,
     cluster: str,
     argv: Sequence[str],
     environment: Mapping[str, str],
@@ -118,7 +119,6 @@ def prepare(
     Args:
         store: where records live.
         rendered: the job and its script.
-        backend: name of the scheduler that it is for.
         cluster: the cluster that it is for, see `backend.cluster_name`.
         argv: the command line, for the record.
         environment: of the submitting process.
@@ -133,7 +133,7 @@ def prepare(
         InputError: that scheduler cannot run such a job, or the snapshot cannot be taken.
         RecordError: the records cannot be written. Either way nothing is left behind.
     """
-    job = rendered.resolved.job
+    job, backend, site = rendered.resolved.job, rendered.resolved.backend, rendered.resolved.site
     check_backend(job, backend)
     if backend == "slurm":
         refuse_other_clusters(cluster, environment)
@@ -145,14 +145,18 @@ def prepare(
         own.append(store.root)
     provenance, diff = collect(job.workdir, argv=argv, environment=environment, own=own)
     sid = sid or new_id(job.name, now=moment)
-    resolved = job_fields(job)
+    resolved = job.to_json()
+    if record and "continues" in record:  # a newer version may have written more
+        earlier = store.resolve(str(record["continues"]), exact_name=True)
+        resolved = with_unknown(resolved, earlier.record()["job"])
     plan: RunRecord = {"name": job.name, "created": moment}
-    if job.tasks is None:
+    if job.array is None:
         plan |= {"job": resolved, "provenance": provenance}
     # what all tasks of an array share is kept once, in submit.json
-    runs = dict.fromkeys(job.tasks.indices if job.tasks else [0], plan)
+    runs = dict.fromkeys(job.array.indices if job.array else [0], plan)
 
     def fill_directory(directory: Path) -> None:
+        write_text(directory / AGENT_FILE, rendered.agent)
         fill(directory)
         # Called before the records are written that hold the provenance.
         if rendered.snapshot is not None:
@@ -166,7 +170,6 @@ def prepare(
         ):
             provenance["script"] = kept
 
-    site = rendered.site
     no_comment = leaves_out(site.site.directives if site else {}, "comment")
     submission = store.prepare(
         sid,
@@ -191,7 +194,7 @@ def prepare(
             **(record or {}),
         },
         runs=runs,
-        array=job.tasks is not None,
+        array=job.array is not None,
         fill=fill_directory,
     )
     if diff:
@@ -203,7 +206,7 @@ def prepare(
 
 def explained(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
     """Return field, value and origin of every value of a job, in the order of the model."""
-    whole = resolved.job.model_dump()
+    whole = resolved.job.to_json()
     return [(name, field_value(whole, name), origin) for name, origin in resolved.origins.items()]
 
 
@@ -227,10 +230,11 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             "name a directory outside of it",
         )
     script, code = target / "job.sh", target / CODE_DIRECTORY
-    files = archive.node_files()
-    own = {"job.sh": rendered.script.encode(), "hpml-job.sh": files["hpml-job.sh"]}
+    files = {**archive.node_files(), AGENT_FILE: rendered.agent.encode()}
+    edited = {"job.sh": rendered.script.encode(), **files}
+    del edited["hpml-node.pyz"]
     with output_directory(target, value=directory):
-        for name, content in own.items():
+        for name, content in edited.items():
             path = target / name
             if not force and path.exists() and path.read_bytes() != content:
                 raise refused(

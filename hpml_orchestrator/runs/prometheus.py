@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request
 
+from hpml_orchestrator.jobfile.address import opener_for, split_login
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.spec.address import opener_for, split_login
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -146,7 +146,7 @@ class Prometheus:
 
     Args:
         url: its address; user and password in it are sent as basic authentication.
-        authorization: the header that it wants, from `spec.address.read_credentials`.
+        authorization: the header that it wants, from `jobfile.address.read_credentials`.
 
     Attributes:
         url: the address without user and password, to be shown.

@@ -20,7 +20,6 @@ from hpml_orchestrator.records.files import names_in, read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -136,8 +135,9 @@ def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
         with contextlib.suppress(HpmlError):
             if submission.sid in chosen:
                 continue
-            if directory := recorded_job(submission).checkpoint.directory:
-                run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
+            own = submission.requested_job().checkpoint
+            if own.enabled:
+                run = os.path.relpath(own.directory, store.runs_dir).partition(os.sep)[0]
                 used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
     return {sid: used[sid] for sid in chosen if sid in used}
 

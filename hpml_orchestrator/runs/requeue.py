@@ -19,7 +19,6 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
 from hpml_orchestrator.runs.life import silence_of
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.resubmit import ACTIVE, claim_checkpoints, refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
@@ -91,7 +90,7 @@ def _ask_to_stop(state: State, newest: Attempt | None, now: float) -> dict[str, 
     label = state.submission.label
     if state.state not in ACTIVE:
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
-    if not recorded_job(state.submission).checkpoint.enabled:
+    if not state.submission.requested_job().checkpoint.enabled:
         raise _wrong(
             label,
             "runs without `checkpoint`: its ranks cannot be asked to save",
@@ -163,7 +162,7 @@ def _start(
     number: int,
 ) -> str | None:
     """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
-    checkpoint = recorded_job(submission).checkpoint
+    checkpoint = submission.requested_job().checkpoint
     avoid: list[str] = []
     if checkpoint.avoid_failed_nodes and scheduler.name == "slurm":
         avoid = nodes_to_avoid(newest, lambda argv: ask(SubprocessRunner(), argv).stdout, notice)

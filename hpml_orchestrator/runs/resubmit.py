@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.starts import mark_start, newest_start
 from hpml_orchestrator.runs.backend import refuse_elsewhere
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import states
 
@@ -26,12 +25,11 @@ ACTIVE = ("RUNNING", "SUSPENDED", "STOPPED")
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hpml_orchestrator.records.schema import JobFields
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.job import Job
 
 
 def checkpoint_directory(submission: Submission) -> str:
@@ -39,7 +37,7 @@ def checkpoint_directory(submission: Submission) -> str:
 
     For an array it contains `{array.index}` if each task has its own directory.
     """
-    own = recorded_job(submission).checkpoint
+    own = submission.requested_job().checkpoint
     if not own.enabled:
         return ""
     whole = submission.index is None and submission.is_array()
@@ -113,7 +111,7 @@ def claim_checkpoints(
     digest = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32]
     first = store.submissions_dir / f".{digest}.claimed"
     # Nobody else knows the directory of a run that has not started, unless its path was given.
-    is_own = not os.path.isabs(recorded_job(submission).checkpoint.directory)
+    is_own = not submission.requested_job().checkpoint.is_shared
     taken = not directory or (is_own and submission.job() is None)
     while not taken:
         # Read before the search: whoever claims the directory later takes the number that would
@@ -145,7 +143,7 @@ def _started_by_others(state: State) -> tuple[str, str] | None:
     if record.get("sweep"):
         of_sweep = f"belongs to the sweep {record['sweep']}, which submits its points itself"
         return of_sweep, f"hpml sweep resume {record['sweep']}"
-    if recorded_job(submission).has_submitit:
+    if submission.requested_job(record).has_submitit:
         return "runs a Python function that submitit submitted", "submit the function again"
     if submission.index is not None:
         one = "is one task of a job array; only a whole array can be submitted again"
@@ -162,24 +160,21 @@ def _not_over(state: State) -> tuple[str, str] | None:
     if state.state == "COMPLETING":
         return "is ending", "try again in a few seconds"
     hint = f"`hpml cancel {label}` first"
-    if state.state in ACTIVE and recorded_job(state.submission).checkpoint.enabled:
+    if state.state in ACTIVE and state.submission.requested_job().checkpoint.enabled:
         hint = f"`hpml requeue {label}` restarts it in its own job; or {hint}"
     return f"has not ended: it is {state.state}", hint
 
 
-def fields_to_resubmit(state: State) -> JobFields:
-    """Return the fields of a run's job as its record has them, to load and submit them again.
+def job_to_resubmit(state: State) -> Job:
+    """Return the job of a run as its record has it, to submit it again.
 
     A relative directory of checkpoints becomes the absolute one of this run. Runs that the job
     waited for are left out once it has started.
     """
-    job = state.submission.record()["job"]
-    directory = checkpoint_directory(state.submission)
-    if directory:
-        job["checkpoint"] = {**job["checkpoint"], "directory": directory}
-    if state.attempts:
-        job["after"] = []
-    return job
+    job = state.submission.requested_job()
+    directory = checkpoint_directory(state.submission) or job.checkpoint.directory
+    checkpoint = replace(job.checkpoint, directory=directory)
+    return replace(job, checkpoint=checkpoint, after=() if state.attempts else job.after)
 
 
 def last_to_save(store: Store, directory: str, *, before: Submission) -> Submission | None:

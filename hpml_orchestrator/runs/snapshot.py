@@ -21,8 +21,8 @@ from hpml_orchestrator.records.texts import first_few, human_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.schema import ScriptRecord, SnapshotRecord
-    from hpml_orchestrator.spec.job import Job
 
 MAX_UNTRACKED_BYTES = 100 * 1024**2
 """Largest size of all files that git neither tracks nor ignores: more is hardly code."""

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.spec.values import MIB, size_text
+from hpml_orchestrator.records.units import MIB, size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.data import Stage
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.load import ResolvedJob
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.records.job import Job, Stage
+    from hpml_orchestrator.runs.load import ResolvedJob
+    from hpml_orchestrator.site.model import Site
 
 RAM_SHARE = 0.5
 """Share of the memory not requested by the job that staging may use: the rest is for the page
@@ -89,18 +88,18 @@ def resolve_stage_targets(
         stage = given
         needed = own and stage.target in ("shm", "auto") and stage.size is None
         if needed and (stage.target == "shm" or not is_compressed(stage)):
-            stage = stage.model_copy(update={"size": _size(stage, index)})
+            stage = dataclasses.replace(stage, size=_size(stage, index))
             origins[f"stage.{index}.size"] = "measured"
         size = stage.size or 0
         if stage.target == "auto":
             target, why = _target(size, own, in_ram, room)
-            stage = stage.model_copy(update={"target": target})
+            stage = dataclasses.replace(stage, target=target)
             origins[f"stage.{index}.target"] = f"auto: {why}"
             reasons[stage.name] = why
         if stage.target == "shm":
             in_ram += size
         stages.append(stage)
-    job = job.model_copy(update={"stage": stages})
+    job = dataclasses.replace(job, stage=tuple(stages))
     return dataclasses.replace(resolved, job=job, origins=origins), reasons
 
 
@@ -165,7 +164,7 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - only for `target: auto`
     from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415 - as above
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
-    from hpml_orchestrator.staging.supply import open_source  # noqa: PLC0415 - as above
+    from hpml_orchestrator.staging.stage import open_source  # noqa: PLC0415 - as above
 
     links = {name: getattr(stage, name) for name in ("outside_links", "follow_links")}
     request = StageRequest(stage.name, stage.source, stage.kind, **links)

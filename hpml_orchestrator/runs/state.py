@@ -21,7 +21,6 @@ from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.texts import clock_text
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState, parse_state
 
 if TYPE_CHECKING:
@@ -215,10 +214,10 @@ def keep_ends(state: State) -> None:
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
     with contextlib.suppress(HpmlError):
-        job = recorded_job(state.submission)
-        if job.is_monitored:
+        monitor = state.submission.requested_job().monitor
+        if monitor.enabled:
             default = targets.default_directory(directory.parents[1])
-            targets.withdraw_run(Path(job.monitor_targets or default), state.submission.label)
+            targets.withdraw_run(Path(monitor.targets or default), state.submission.label)
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:

@@ -13,7 +13,6 @@ from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavai
 from hpml_orchestrator.records.texts import ENDING_WORDS
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.ends import exit_status, lost_end, record_end, record_lost_ends
-from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.state import (
     State,
     array_state,
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import EndRecord
+    from hpml_orchestrator.records.schema import EndRecord, SubmitRecord
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
-    from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
@@ -196,7 +194,7 @@ class _UnfinishedRun:
     """A submission that has a job and is not known to be over."""
 
     base: State  # with its job
-    asked: Callable[[], RecordedJob]  # read once for all tasks, and only if it is needed
+    record: Callable[[], SubmitRecord]  # read once for all tasks, and only if it is needed
     job_ids: dict[int | None, str]  # by the index of an array's task; of a single job by None
     ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
@@ -205,14 +203,14 @@ class _UnfinishedRun:
         """Read what its own records say."""
         submission = base.submission
         job_id = str((submission.job() or {})["job_id"])
-        base, asked = replace(base, job_id=job_id), cache(partial(recorded_job, submission))
+        base, record = replace(base, job_id=job_id), cache(submission.record)
         if not submission.is_array():
-            return _UnfinishedRun(base, asked, {None: job_id}, {})
+            return _UnfinishedRun(base, record, {None: job_id}, {})
         continued = submission.continued()
         job_ids: dict[int | None, str] = {
             index: continued.get(index, f"{job_id}_{index}") for index, _ in submission.runs()
         }
-        return _UnfinishedRun(base, asked, job_ids, read_ends(base))
+        return _UnfinishedRun(base, record, job_ids, read_ends(base))
 
     @property
     def job_ids_to_query(self) -> list[str]:
@@ -252,7 +250,7 @@ class _UnfinishedRun:
                 # other tasks are known, this one has not merely been forgotten with all of them.
                 status = JobStatus(job_id, JobState.CANCELLED)
             base = replace(self.base, submission=run, job_id=job_id)
-            states.append(merge(base, self.asked, status, other=job_id in others))
+            states.append(merge(base, self.record, status, other=job_id in others))
         state = states[0]
         if None not in self.job_ids:
             state = array_state(self.base, states)
@@ -264,7 +262,7 @@ class _UnfinishedRun:
 
 def _merge_status(
     base: State,
-    asked: Callable[[], RecordedJob],
+    record: Callable[[], SubmitRecord],
     status: JobStatus | None,
     *,
     query_error: str,
@@ -302,8 +300,8 @@ def _merge_status(
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
     over = status.state.over
-    reason = _exceeded(base, status, end, asked) or _unseen(base, status, own)
-    reason = reason or _reason(status, own, end, asked)
+    reason = _exceeded(base, status, end, record) or _unseen(base, status, own)
+    reason = reason or _reason(status, own, end, record)
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
     # waits with Slurm's default credentials, that was its end.
@@ -354,11 +352,14 @@ def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
 
 
 def _reason(
-    status: JobStatus, own: Attempt | None, end: EndRecord | None, asked: Callable[[], RecordedJob]
+    status: JobStatus,
+    own: Attempt | None,
+    end: EndRecord | None,
+    record: Callable[[], SubmitRecord],
 ) -> str:
     """Return why a job waits or ended; hpml's own records take precedence over the scheduler's."""
     if status.reason.startswith("Dependency"):
-        runs = ", ".join(f"{run} ({end})" for run, end in asked().after)
+        runs = ", ".join(f"{one['run']} ({one['end']})" for one in record().get("after", ()))
         if runs and status.state.waiting:
             return f"waits for {runs}"
         if runs and status.state is JobState.CANCELLED:
@@ -399,7 +400,7 @@ def _failure(own: Attempt, end: EndRecord | None) -> str:
 
 
 def _exceeded(
-    base: State, status: JobStatus, end: EndRecord | None, asked: Callable[[], RecordedJob]
+    base: State, status: JobStatus, end: EndRecord | None, record: Callable[[], SubmitRecord]
 ) -> str:
     """Return which limit ended a job, what was requested and how to raise it; else nothing."""
     end = end or {}
@@ -412,10 +413,13 @@ def _exceeded(
         words = status.reason
     if end.get("stays"):  # more time would not help
         return words
+    asked, label = base.submission.requested_job(record()).resources, base.submission.label
     if state == "TIMEOUT":
-        return f"{words}: {asked().limit} requested; raise it with --set resources.time=…"
-    memory, label = asked().memory, base.submission.label
-    requested = f"{memory} per node requested" if memory else "the job requested no amount"
+        limit = asked.written("time")
+        return f"{words}: {limit} requested; raise it with --set resources.time=…"
+    requested = "the job requested no amount"
+    if asked.memory:
+        requested = f"{asked.written('memory')} per node requested"
     return f"{words}: {requested}; raise it with `hpml resubmit {label} --set resources.memory=…`"
 
 

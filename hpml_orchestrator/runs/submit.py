@@ -82,14 +82,15 @@ def request_of(submission: Submission, environment: Mapping[str, str]) -> Submit
         environment: of this process.
     """
     record = submission.record()
+    job = submission.requested_job(record)
     return SubmitRequest(
         directory=submission.directory,
         output=Path(record["output"]),
         name=record["name"],
         comment=record["comment"],
         job_name=record.get("job_name", ""),
-        environment=job_environment(environment, record["job"]["environment"]["inherit"]),
-        array=record["job"].get("array") is not None,
+        environment=job_environment(environment, job.environment.inherit),
+        array=job.array is not None,
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.job import Resources
+from hpml_orchestrator.records.job import Json, Resources
+from hpml_orchestrator.records.units import format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import DirectiveRule, ResolvedSite, Site
+    from hpml_orchestrator.records.job import Job
+    from hpml_orchestrator.site.model import DirectiveRule, ResolvedSite, Site
 
 _COUNTS = {
     "nodes": "nodes",
@@ -27,6 +29,7 @@ _TEXTS = {
     "qos": "qos",
     "constraint": "constraint",
 }
+_DEFAULTS = Resources()
 _FIELDS = {**_COUNTS, **_TEXTS, "exclusive": "exclusive", "mail-user": "mail", "mail-type": "mail"}
 """Options that hpml writes, and the field of `resources` that asks for them."""
 
@@ -83,7 +86,7 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
         options.append(f"--gpus-per-node={resources.gpus}")
     if resources.memory:
         options.append(f"--mem={memory_mebibytes(job)}M")
-    options.append(f"--time={resources.time}")
+    options.append(f"--time={format_time(resources.time)}")
     for name in ("partition", "account", "qos", "constraint"):
         value = getattr(resources, name)
         if value is not None:
@@ -134,8 +137,8 @@ def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     options = [(option, *_split(option)) for option in _apply(kept, own)]
     before = dict(map(_split, own))
     after = {name: value for _, name, value in options}
-    changes: dict[str, object] = {
-        field: Resources.model_fields[field].default
+    changes: Json = {
+        field: getattr(_DEFAULTS, field)
         for name, field in _COUNTS.items()
         if leaves_out(rules, name)
     }
@@ -144,10 +147,10 @@ def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
             changes[field] = _as_field(field, after.get(name))
     changes["exclusive"] = after.get("exclusive") == ""
     fields = {*_FIELDS, "job-name", "array", "open-mode", "requeue", "no-requeue"} - {"exclusive"}
-    changes["extra"] = [
+    changes["extra"] = tuple(
         option for option, name, _ in options if name not in fields and option != "--exclusive"
-    ]
-    return job.model_copy(update={"resources": job.resources.model_copy(update=changes)})
+    )
+    return replace(job, resources=replace(job.resources, **changes))
 
 
 def whole_nodes(asked: Job, site: Site | None) -> bool:
@@ -179,7 +182,7 @@ def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
 def _as_field(field: str, value: str | None) -> object:
     """Return an option's value in the form of the field of `resources`; None if it does not fit."""
     try:
-        return getattr(Resources.model_validate({field: value}), field)
+        return getattr(Resources.from_json({field: value}), field)
     except ValueError:
         return None
 
@@ -200,6 +203,6 @@ def _field_of(job: Job, name: str, option: str) -> str:
     if option in job.resources.extra:
         return "resources.extra"
     field = _FIELDS.get(name, "")
-    if not field or getattr(job.resources, field) == Resources.model_fields[field].default:
+    if not field or getattr(job.resources, field) == getattr(_DEFAULTS, field):
         return ""
     return f"resources.{field}"

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__
+from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobfile.text import PLACEHOLDER
+from hpml_orchestrator.records.node_job import NodeJob, SiteLimits
+from hpml_orchestrator.records.units import MIB
 from hpml_orchestrator.script import template
-from hpml_orchestrator.script.agent_argv import agent_argv, bases_of, own_directories
 from hpml_orchestrator.script.directives import can_requeue, directives
-from hpml_orchestrator.spec.text import PLACEHOLDER
-from hpml_orchestrator.spec.values import parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.spec.data import Stage
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.records.job import Job
+    from hpml_orchestrator.site.model import ResolvedSite
 
 CODE_DIRECTORY = "code"
 """Name of the snapshot in the submission's directory."""
@@ -32,17 +29,7 @@ MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
 
 _SUBMISSION = template.Raw('"$hpml_submission"')
-
-
-def own_interpreter() -> str:
-    """Return the path of the Python that runs hpml, the same however hpml was started.
-
-    A virtual environment has its Python under several names; `sys.executable` is the one that was
-    used, and a script should not depend on that.
-    """
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    usual = os.path.join(sys.prefix, "bin", name)
-    return usual if os.access(usual, os.X_OK) else sys.executable
+_BASES = ("shm", "local")
 
 
 @dataclass(frozen=True)
@@ -102,11 +89,31 @@ def render(
     return text
 
 
+def render_agent(job: Job, site: ResolvedSite | None = None) -> str:
+    """Return the text of `agent.json`: what the nodes read; equal input gives equal bytes."""
+    if site is None:
+        return NodeJob(job).text()
+    staging = site.site.staging
+    limits = SiteLimits(
+        opens_per_second=staging.opens_per_second or 0,
+        opens_per_second_per_job=staging.opens_per_second_per_job or 0,
+        metadata_rate=staging.metadata_rate or 0,
+        shared_rate=(staging.shared_rate or 0) * MIB,
+        link_rate=(staging.link_rate or 0) * MIB,
+        disk_rate=(staging.disk_rate or 0) * MIB,
+        array_jitter=staging.array_jitter or 0,
+        interfaces=tuple(site.site.interfaces_of(job.resources.partition)),
+        can_requeue=can_requeue(site.site),
+    )
+    return NodeJob(job, limits).text()
+
+
 def render_environment(job: Job) -> str:
     """Return the part of the batch script that loads the software and sets the variables."""
     base = template.environment().get_template("base.sh.j2")
     context = base.new_context(_context(job, Capabilities(), None, None, {}))
-    return template.Raw("".join(base.blocks["environment"](context)))
+    blocks = [base.blocks[name](context) for name in ("environment", "variables")]
+    return template.Raw("".join(text for block in blocks for text in block))
 
 
 def _context(
@@ -128,16 +135,21 @@ def _context(
         "job": job,
         "directives": directives(job, site),
         "interpreter": capabilities.interpreter,
-        "time_limit": parse_time_limit(resources.time),
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
-        "agent_argv": agent_argv(job, site),
         "variables": list(environment.variables.items()),
         "needed": _needed_variables(job),
-        "stages": [_stage(stage, targets.get(stage.name, "")) for stage in job.stage],
-        "bases": bases_of(job),
-        "checkpoint": _checkpoint(job, site),
-        "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
+        "stages": [
+            {"name": one.name, "target": one.target, "why": targets.get(one.name, "")}
+            for one in job.stage
+        ],
+        "bases": _bases(job),
+        "checkpoint": _checkpoint_directory(job),
+        "collect": [
+            (template.word(one.source, late="stage."), template.word(one.target))
+            for one in job.collect
+        ],
+        "own": [(name, template.variable(f"{name}.dir")) for name in _own_directories(job)],
         **_places(job, site),
         "apptainer": template.words_before(apptainer),
         "pyxis": template.words_before(pyxis),
@@ -152,23 +164,25 @@ def _context(
     return context
 
 
-def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, object] | None:
-    """Return the options for the nodes as JSON, and the directory's shell word; None if off."""
+def _own_directories(job: Job) -> list[str]:
+    """Return which of `shm` and `local` have a directory of the job."""
+    used = [*(job.command or ()), *job.args, *job.environment.variables.values()]
+    used += [entry.source for entry in job.collect]
+    names = {name for text in used for name in PLACEHOLDER.findall(text)}
+    return [name for name in _BASES if f"{name}.dir" in names]
+
+
+def _bases(job: Job) -> list[str]:
+    """Return which of `shm` and `local` the nodes need."""
+    used = {stage.target for stage in job.stage} | {*_own_directories(job)}
+    return [name for name in _BASES if name in used]
+
+
+def _checkpoint_directory(job: Job) -> template.Raw | None:
     own = job.checkpoint
     if not own.enabled:
         return None
-    options = {
-        "lead": own.lead_seconds,
-        "requeue": own.requeue,
-        "attempts": own.attempts,
-        "hang": own.hang_seconds,
-        "avoid_failed_nodes": own.avoid_failed_nodes,
-        "signal": own.signal or "",
-        "time_limit": parse_time_limit(job.resources.time),
-        "can_requeue": can_requeue(site.site if site else None),
-    }
-    place = own.directory if own.is_shared else f"{{run.dir}}/{own.directory}"
-    return {"options": json.dumps(options), "directory": template.word(place)}
+    return template.word(own.directory if own.is_shared else f"{{run.dir}}/{own.directory}")
 
 
 def _needed_variables(job: Job) -> list[str]:
@@ -206,17 +220,6 @@ def _places(job: Job, site: ResolvedSite | None) -> dict[str, object]:
     }
 
 
-def _stage(stage: Stage, why: str) -> dict[str, object]:
-    bases = {"shm": template.Raw('"$hpml_shm"'), "local": template.Raw('"$hpml_local"')}
-    return {
-        "name": stage.name,
-        "target": stage.target,
-        "variable": template.variable(f"stage.{stage.name}"),
-        "base": bases.get(stage.target, stage.target),
-        "why": why,
-    }
-
-
 def _container(
     job: Job, workdir: template.Raw, *, is_copy: bool
 ) -> tuple[list[template.Raw], list[template.Raw]]:
@@ -237,7 +240,7 @@ def _container(
             message = "must have no blank: enroot cannot mount such paths"
             raise InputError(message, field=field, value=path)
     names = [f"stage.{stage.name}" for stage in job.stage]
-    names += [f"{name}.dir" for name in own_directories(job)]
+    names += [f"{name}.dir" for name in _own_directories(job)]
     names += ["checkpoint.dir"] * bool(shared)  # any other is in the run's directory
     # Mounted at the same paths inside, so that an argument with a path means the same with and
     # without a container.

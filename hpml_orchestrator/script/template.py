@@ -12,7 +12,7 @@ import jinja2
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
+from hpml_orchestrator.jobfile.text import PLACEHOLDER, unescaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -60,8 +60,10 @@ def directive(value: object) -> Raw:
     return Raw(text)
 
 
-def word(value: object) -> Raw:
+def word(value: object, late: str = "\0") -> Raw:
     """Return a value as one shell word; `{stage.NAME}`, `{env.HOME}` become variables.
+
+    Placeholders that begin with `late` stay: the variable is not known yet.
 
     >>> print(word("--data={stage.digits}/train it"))
     --data="$HPML_STAGE_DIGITS"'/train it'
@@ -73,7 +75,9 @@ def word(value: object) -> Raw:
     # `split` with a group alternates: even parts are text, odd ones placeholders.
     parts = PLACEHOLDER.split(str(value))
     shell = [
-        f'"${variable(part)}"' if index % 2 else shlex.quote(unescaped(part))
+        shlex.quote(f"{{{part}}}" if part.startswith(late) else unescaped(part))
+        if index % 2 == 0 or part.startswith(late)
+        else f'"${variable(part)}"'
         for index, part in enumerate(parts)
         if part or len(parts) == 1
     ]

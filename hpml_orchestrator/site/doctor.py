@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__, assets
+from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.records.mounts import own_file_system, private_directory
 from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.records.torch_build import (
+    READ_BUILD,
+    read_vectors,
+    torch_text,
+    torch_warnings,
+)
 from hpml_orchestrator.scheduler.command import (
     ConfigurationMissing,
     SubprocessRunner,
     check_configuration,
 )
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine, slurm_version
-from hpml_orchestrator.script.render import own_interpreter
 from hpml_orchestrator.site.profile import site_for, topology_faults
 from hpml_orchestrator.topology.sysfs import list_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpml_orchestrator.records.schema import SoftwareRecord
     from hpml_orchestrator.records.store import Store
 
 _TIMEOUT_SECONDS = 15
 _OLDEST_SLURM = (22, 5)
+_CUDA = re.compile(r"Driver Version: *([\d.]+).*CUDA Version: *([\d.]+)")
 _SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
 
@@ -39,9 +50,9 @@ class DoctorFinding:
     """One thing that was checked."""
 
     check: str
-    result: str  # `ok`, `none` (absent, and hpml works without), or `missing`
+    result: str  # `ok`, `none` (absent, and hpml works without), `warning`, or `missing`
     found: str
-    hint: str = ""  # what to do, where something is missing
+    hint: str = ""  # what to do, where something is missing or does not fit
 
     def to_json(self) -> dict[str, object]:
         """Return the finding for programs."""
@@ -80,6 +91,7 @@ def examine(store: Store, *, site: str = "") -> list[DoctorFinding]:
         _space("RAM staging (/dev/shm)", "/dev/shm"),  # noqa: S108 - the node's RAM
         _space("local staging (/tmp)", "/tmp"),  # noqa: S108 - the node's local directory
         _finding("GPUs of this machine", gpus and f"{len(gpus.splitlines())}", "no NVIDIA driver"),
+        _torch(has_gpus=bool(gpus)),
         _finding(
             "mpirun",
             mpirun if "Open MPI" in mpirun else None,
@@ -172,6 +184,21 @@ def _slurm() -> list[DoctorFinding]:
 
 def _slurm_fault(found: str, hint: str) -> DoctorFinding:
     return DoctorFinding("Slurm", "missing", found, hint)
+
+
+def _torch(*, has_gpus: bool) -> DoctorFinding:
+    """Return PyTorch's build of the Python that a job would take from this shell."""
+    python = shutil.which("python") or shutil.which("python3") or sys.executable
+    build = json.loads(_output([python, "-c", READ_BUILD]) or "null")
+    if not build:
+        return DoctorFinding("PyTorch", "none", f"{python} has none")
+    software: SoftwareRecord = {"torch": build, "vectors": read_vectors(os.environ)}
+    software["has_gpus"] = has_gpus
+    if has_gpus and (shown := _CUDA.search(_output(["nvidia-smi"]) or "")):
+        software["nvidia_driver"], software["cuda"] = shown.groups()
+    warnings = torch_warnings(software)
+    result = "warning" if warnings else "ok"
+    return DoctorFinding("PyTorch", result, torch_text(software), "; ".join(warnings))
 
 
 def _space(check: str, path: str) -> DoctorFinding:

@@ -17,12 +17,12 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing, ConfigurationMissing
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
+from hpml_orchestrator.site.model import Site
 from hpml_orchestrator.site.node_probe import NodeProbe
 from hpml_orchestrator.site.nodes import gpu_text, group_nodes
 from hpml_orchestrator.site.probe import probe
+from hpml_orchestrator.site.profile import PROJECT_NAME, user_path
 from hpml_orchestrator.site.profile_text import Origin, profile_text, release
-from hpml_orchestrator.spec.site import Site
-from hpml_orchestrator.spec.site_find import PROJECT_NAME, user_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

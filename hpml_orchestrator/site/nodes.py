@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records import units
 from hpml_orchestrator.scheduler import nodelist
-from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Node
@@ -90,7 +90,7 @@ def gpu_text(gpus: Sequence[Gres]) -> str:
     """Return GPUs as a job file names them; their number if it cannot name their types."""
     typed = ",".join(f"{gres.kind}:{gres.count}" if gres.kind else f"{gres.count}" for gres in gpus)
     try:
-        return str(values.parse_gpus(typed))
+        return str(units.parse_gpus(typed))
     except ValueError:
         return str(sum(gres.count for gres in gpus))
 

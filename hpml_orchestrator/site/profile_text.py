@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from tomlkit.items import Array
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.records import units
 from hpml_orchestrator.records.texts import first_few, printable
+from hpml_orchestrator.site import model as models
 from hpml_orchestrator.site.node_probe import NodeProbe
 from hpml_orchestrator.site.nodes import fold, gpu_text, group_nodes
-from hpml_orchestrator.spec import site as models
-from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
@@ -51,7 +51,7 @@ class Origin:
 def profile_text(
     cluster: Cluster, origin: Origin | None = None, groups: Sequence[NodeGroup] | None = None
 ) -> str:
-    """Return a site profile in TOML that `spec.Site` accepts, with comments.
+    """Return a site profile in TOML that `site.model.Site` accepts, with comments.
 
     Equal input gives equal text. Values that the profile's model refuses, such as names with
     spaces, are left out.
@@ -225,13 +225,13 @@ def _partition(partition: Partition, groups: Sequence[NodeGroup], *, default: bo
 
 
 def _memory(mebibytes: int | None) -> str | None:
-    return values.size_text(mebibytes) if mebibytes else None
+    return units.size_text(mebibytes) if mebibytes else None
 
 
 def _duration(seconds: int | None) -> str | None:
     if seconds is None:
         return "unlimited"
-    return values.format_time(seconds) if seconds > 0 else None
+    return units.format_time(seconds) if seconds > 0 else None
 
 
 def _node_type(group: NodeGroup, origin: Origin) -> str:

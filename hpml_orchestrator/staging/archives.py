@@ -1,4 +1,4 @@
-"""Tar archives and directories of tar shards as sources, read with the standard library.
+"""Tar archives, directories of tar shards and zip archives as sources, by the standard library.
 
 Nothing in an archive is trusted: `tarfile` only reads headers, members.py decides what may be
 written, and the copier writes it. The first pass reads all headers and makes the plan; nothing is
@@ -7,49 +7,387 @@ written before. A compressed archive is decompressed twice, and a bomb only unti
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import io
+import lzma
 import os
+import shutil
+import stat
+import struct
+import subprocess
 import tarfile
 import threading
+import time
 import zipfile
+import zlib
 from array import array
-from typing import IO, TYPE_CHECKING, NoReturn, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.members import MOST_MEMBERS, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
-from hpml_orchestrator.staging.streams import (
-    DAMAGED,
-    ArchiveFile,
-    compression_of,
-    decompressed,
-    drop_pages,
-    look_at_archive,
-    not_whole,
-)
+from hpml_orchestrator.staging.workers import run_forked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan
-    from hpml_orchestrator.staging.source import SourceReader
+    from hpml_orchestrator.staging.source import Buffer, SourceReader
 
     Row = tuple[bytes, str, int, int, int, int, str]
-    # type, name, mode, mtime in ns, size, offset of the data, link
 
 _NANO = 1_000_000_000
+_BUFFER_BYTES = 1 << 13
+_LONGEST_LINK_BYTES = 4096
+_UNIX_HOSTS = frozenset({3, 19})  # 19: macOS
+_ENCRYPTED, _UTF8, _DOS_DIRECTORY = 0x1, 0x800, 0x10
+_EXTRA_TIME = 0x5455  # Info-ZIP, extrafld.txt: a byte of flags, then seconds since the epoch, UTC
+_TIME = struct.Struct("<l")
+_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, EOFError, zlib.error, OverflowError)
+
+
+class ZipSource:
+    """A zip archive; its checksums cover whole members, which are read from front to back.
+
+    Args:
+        path: the archive.
+        retry: calls again after faults that pass.
+        outside_links: take symbolic links that leave the root as they are.
+
+    Raises:
+        StagingError: it is not a regular file.
+        OSError: it cannot be opened.
+    """
+
+    kind = "zip"
+    ordered = False
+
+    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
+        self._path = path
+        self._retry = retry
+        self._outside_links = outside_links
+        self._stamp, _ = look_at_archive(path, retry)
+        self._archive: zipfile.ZipFile | None = None
+        self._infos: list[zipfile.ZipInfo] = []
+
+    def _opened(self) -> IO[bytes]:
+        return io.BufferedReader(ArchiveFile(self._path, self._retry, self._stamp), _BUFFER_BYTES)
+
+    def plan(self) -> CopyPlan:
+        """Read the central directory; see `Source.plan`."""
+        members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
+        self._infos = []
+        try:
+            with self._opened() as stream:
+                self._archive = zipfile.ZipFile(stream)
+                members.check_count(len(self._archive.infolist()))
+                # In the order of the file, whatever the central directory says: it is read from
+                # front to back.
+                for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
+                    self._retry.check_stop()
+                    self._take(info, members)
+        except _DAMAGED as error:  # names, times
+            raise not_whole(self._path, "zip", str(error)) from error
+        except SourceChangedError as error:
+            raise StagingError(f"{shown(self._path)}: changed while it was read") from error
+        finally:
+            drop_pages(self._path)
+        members.problems.raise_any()
+        members.check_bytes(self._stamp.size)
+        members.plan.stamps = [self._stamp[1:]]
+        return members.plan
+
+    def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
+        on_unix = info.create_system in _UNIX_HOSTS
+        # `filename` ends at a NUL, which would hide a name that has to be refused.
+        name = info.orig_filename
+        if on_unix and not info.flag_bits & _UTF8:  # zipfile decodes these bytes as cp437
+            name = name.encode("cp437").decode("utf-8", "surrogateescape")
+        mode = info.external_attr >> 16 if on_unix else 0
+        kind = stat.S_IFMT(mode)
+        is_directory = name.endswith("/") or kind == stat.S_IFDIR
+        is_directory |= not on_unix and bool(info.external_attr & _DOS_DIRECTORY)
+        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a file type is intended
+        mtime_ns = _mtime(info) * _NANO
+        size = info.file_size
+        if info.flag_bits & _ENCRYPTED:
+            members.refuse(name, "is encrypted")
+        elif info.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+            method = f"is compressed by method {info.compress_type}"
+            members.refuse(name, f"{method}; only stored and deflated ones are read")
+        elif is_directory:
+            members.directory(name, mode & 0o7777, mtime_ns)
+        elif kind == stat.S_IFLNK:
+            if size > _LONGEST_LINK_BYTES:
+                members.refuse(name, "symbolic link of absurd length")
+            else:
+                target = b"".join(map(bytes, self._contents(info)))
+                members.symlink(name, target.decode("utf-8", "surrogateescape"), mtime_ns)
+        elif kind not in {0, stat.S_IFREG}:
+            members.refuse(name)
+        elif members.file(name, mode & 0o7777, mtime_ns, size):
+            self._infos.append(info)
+
+    def _contents(self, info: zipfile.ZipInfo) -> Iterator[bytes]:
+        size = 0
+        try:
+            with cast("zipfile.ZipFile", self._archive).open(info) as stream:
+                while data := stream.read(BLOCK_BYTES):
+                    size += len(data)
+                    yield data
+            if size != info.file_size:
+                raise EOFError("it is shorter than announced")
+        except _DAMAGED as error:
+            raise StagingError(
+                f"{shown(self._path)}: {shown(info.filename)} is damaged: {why(error)}",
+                hint="make or copy the archive again; `unzip -t` lists what is damaged",
+            ) from error
+
+    def reader(self, plan: CopyPlan) -> SourceReader:  # noqa: ARG002 - the members are known since `plan`
+        """Open for reading what `plan` returned: each worker has its own descriptor."""
+        # Planning has closed its descriptor. Each worker opens one of its own: one from before the
+        # fork would share its position with those of the other workers.
+        cast("zipfile.ZipFile", self._archive).fp = self._opened()
+        return self
+
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `SourceReader`."""
+        return self._contents(self._infos[number])
+
+    def close(self) -> None:
+        """Close the archive; see `drop_pages`."""
+        if self._archive is not None:
+            with contextlib.suppress(OSError):
+                cast("IO[bytes]", self._archive.fp).close()
+            drop_pages(self._path)
+
+
+def _mtime(info: zipfile.ZipInfo) -> int:
+    """Return the time in seconds: Info-ZIP's, in UTC, or else the DOS time, which is local."""
+    extra, at = info.extra, 0
+    while at + 4 <= len(extra):
+        key, length = struct.unpack_from("<2H", extra, at)
+        told = extra[at + 4 : at + 4 + length]
+        if key == _EXTRA_TIME and len(told) > _TIME.size and told[0] & 1:
+            return int(_TIME.unpack_from(told, 1)[0])
+        at += 4 + length
+    try:
+        return int(time.mktime((*info.date_time, 0, 0, -1)))
+    except (OverflowError, ValueError):
+        return 0
+
+
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, ValueError, gzip.BadGzipFile)
+"""What the decompressors raise; bz2 raises a plain OSError without an errno."""
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\x1f\x9d": "compress",
+}
+_LARGEST_WINDOW_LOG = 31  # `zstd --long=31`: 2 GiB
+
+
+def compression_of(start: bytes) -> str:
+    """Return how a file is compressed, by its first bytes; "" if it is not.
+
+    >>> compression_of(b"BZh91AY")
+    'bzip2'
+    """
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
+
+
+def not_whole(path: str, kind: str, reason: str) -> StagingError:
+    """Return the error for an archive that is cut short or damaged."""
+    return StagingError(
+        f"{shown(path)}: not a whole {kind} archive: {reason}",
+        hint="the archive is cut short or damaged: make or copy it again",
+    )
+
+
+class Stamp(NamedTuple):
+    """An archive as it was when it was planned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int  # not compared while reading: also a new hard link changes it
+
+
+class ArchiveFile(io.FileIO):
+    """A file that is read with retries and must not change.
+
+    Args:
+        path: of the file.
+        retry: calls again after faults that pass, and has the condition to stop.
+        stamp: what it has to be; as it is now if left out.
+
+    Raises:
+        StagingError: it is not a regular file.
+        SourceChangedError: it has changed since the stamp.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str, retry: Retry, stamp: Stamp | None = None) -> None:
+        super().__init__(retry(lambda: os.open(path, _READ)), "rb")
+        try:
+            if not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+                raise StagingError(f"{shown(path)}: is not a regular file")
+            self._retry = retry
+            self.stamp = stamp or self._stamp_now(path)
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _stamp_now(self, path: str) -> Stamp:
+        info = os.fstat(self.fileno())
+        return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read, then check that the file has not changed.
+
+        Raises:
+            SourceChangedError: it has changed.
+        """
+        self._retry.check_stop()
+        # Compare after each read: a file that is rewritten would give a mix of two archives.
+        count = self._retry(lambda: os.readv(self.fileno(), [buffer]))
+        self.check()
+        return count
+
+    def check(self) -> None:
+        """Compare the open file with its stamp.
+
+        Raises:
+            SourceChangedError: it has changed.
+        """
+        if self._stamp_now(self.stamp.path)[:-1] != self.stamp[:-1]:
+            raise SourceChangedError
+
+
+def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
+    """Return the stamp of an archive and its first bytes; raises what `ArchiveFile` does."""
+    with ArchiveFile(path, retry) as file:
+        return file.stamp, retry(lambda: os.pread(file.fileno(), 8, 0))
+
+
+def drop_pages(path: str) -> None:
+    """Drop the pages of a file on a server from the page cache.
+
+    The node has a copy of its own by then, and the source's pages would push out those of the copy.
+    """
+    if readers_for(path) > 1:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, _READ)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
+    """Return a stream of the decompressed contents; seeking back restarts it, or is impossible.
+
+    Args:
+        file: the open file.
+        raw: the same, buffered; the caller closes it.
+
+    Raises:
+        StagingError: its compression is unknown, or needs a program that is not installed.
+    """
+    kind = compression_of(os.pread(file.fileno(), 8, 0))
+    opened: object = None
+    if kind == "gzip":
+        opened = gzip.GzipFile(fileobj=raw)
+    elif kind == "bzip2":
+        opened = bz2.BZ2File(raw)
+    elif kind == "xz":
+        opened = lzma.LZMAFile(raw)  # noqa: SIM115 - the caller closes it
+    elif kind == "zstd":
+        opened = _zstd(file)
+    else:
+        raise StagingError(
+            f"{shown(file.stamp.path)}: is compressed with {kind}, which is not supported",
+            hint="repack it, best as tar.zst or plain tar",
+        )
+    return cast("IO[bytes]", opened)
+
+
+def _zstd(file: ArchiveFile) -> _Program:
+    program = shutil.which("zstd")
+    if program is None:
+        raise StagingError(
+            f"{shown(file.stamp.path)}: nothing here can decompress zstd",
+            hint="install the program zstd on the nodes (package zstd)",
+        )
+    return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], file)
+
+
+class _Program:
+    """The output of a program that decompresses a file; it is read from front to back."""
+
+    def __init__(self, words: list[str], file: ArchiveFile) -> None:
+        self._name = os.path.basename(words[0])
+        self._file = file
+        self._at = 0
+        self._process = subprocess.Popen(
+            words, stdin=file.fileno(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def read(self, count: int) -> bytes:
+        """Return so many bytes, fewer at the end; EOFError has the message of a failure."""
+        assert self._process.stdout is not None  # noqa: S101 - given above
+        assert self._process.stderr is not None  # noqa: S101
+        self._file.check()
+        # A short read is the end of the output. Only then does the exit status tell a complete
+        # archive from one that was cut.
+        data = self._process.stdout.read(count)
+        self._at += len(data)
+        if len(data) < count:
+            said = self._process.stderr.read().decode("utf-8", "replace").strip()
+            status = self._process.wait()
+            if status:
+                raise EOFError(said.rpartition("\n")[2] or f"{self._name} ended with {status}")
+        return data
+
+    def tell(self) -> int:
+        """Return the offset that is read next."""
+        return self._at
+
+    def seek(self, offset: int) -> int:
+        """Read until an offset, which must not be read already."""
+        if offset < self._at:
+            raise ValueError("cannot go back")
+        while self._at < offset and self.read(min(BLOCK_BYTES, offset - self._at)):
+            pass
+        return self._at
+
+    def close(self) -> None:
+        """End it; the rest of its output is lost."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    # type, name, mode, mtime in ns, size, offset of the data, link
+
+
 _MOST_DIGITS = 20
 _EXTENSIONS = b"xgXLK"
 _LARGEST_EXTENSION_BYTES = 16 << 20
 """Names and attributes are small: a larger extension is an attempt to exhaust memory."""
 _GLOBAL_BYTES = 1 << 20  # tarfile keeps global headers in memory
-_ROWS_AT_ONCE = 10_000
 _MANY_BYTES = 64 << 20  # with more in all shards, forked workers read the headers
 _NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 13, 1 << 17
 
@@ -117,9 +455,16 @@ class TarSource:
     def plan(self) -> CopyPlan:
         """Read all headers; see `Source.plan`."""
         changed = os.stat(self._path).st_mtime_ns
-        members = Members(self._path, changed, outside_links=self._outside_links)
+        names = [os.path.basename(stamp.path) for stamp in self._stamps]
         self._starts, self._which = array("Q"), array("L")
+        members = Members(
+            self._path,
+            changed,
+            outside_links=self._outside_links,
+            shard_of=lambda file: names[self._which[file]],
+        )
         for number, rows in self._rows(members):
+            members.shard = names[number]
             for row in rows:
                 if self._judge(row, members):
                     self._starts.append(row[5])
@@ -161,19 +506,15 @@ class TarSource:
                 for row in self._scan(number, members):
                     yield number, [row]
             return
-        found: list[list[Row]] = [[] for _ in numbers]
-
-        def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
-            for number in iter(take, None):
-                rows = list(self._scan(number, None))
-                for at in range(0, len(rows), _ROWS_AT_ONCE):
-                    tell(number, rows[at : at + _ROWS_AT_ONCE])
-
-        def on_report(number: int, rows: list[Row]) -> None:
-            found[number] += rows
-
-        run_crew(workers, work, numbers, on_report=on_report, heartbeat=self._retry.check_stop)
-        yield from enumerate(found)
+        found: dict[int, list[Row]] = {}
+        run_forked(
+            len(numbers),
+            lambda _report: contextlib.nullcontext(lambda at: (at, list(self._scan(at, None)))),
+            workers=workers,
+            on_result=lambda result: found.update([result]),
+            heartbeat=self._retry.check_stop,
+        )
+        yield from sorted(found.items())
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:
         stamp = self._stamps[number]

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.staging.space import Need, Room
-    from hpml_orchestrator.staging.stage import CopyStager
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.stage import CopyStager, Supply
 
 _TARGETS = ("shm", "local")
 """In the order of preference."""

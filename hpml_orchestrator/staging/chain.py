@@ -1,76 +1,63 @@
-"""A chain of nodes: the first reads the source, each other one writes the data and forwards it.
+"""A chain of nodes: the head reads the source, each follower writes the data and passes them on.
 
 Messages between neighbours:
 
-    plan      the copy plan and the hash algorithm        down, forwarded by each node
-    ready     this node and all behind it are ready,      up, once all behind are ready
-              and whether one of them needs the data
-    go        all are ready; whether data follows         down, forwarded
-    data      file contents (chunks.py)                   down, forwarded
-    end       all data was sent                           down, forwarded
-    done      digest of the tree                          up, once all behind have the same
-    commit    all have the same digest: publish           down, forwarded
-    fail      which node failed and why                   both ways, at any time, forwarded
+    joined    all behind are connected                                         up
+    plan      (the copy plan, the source's kind, the hash)                     down
+    ready     all behind have room; whether one of them needs the data         up
+    data      pieces of files in the order of the plan: [(number, bytes), …]   down
+    end       the digest of the tree that was read                             down
+    done      all behind have the tree with this digest                        up
+    commit    publish; nothing came before it if no node needs the data        down
 
-A node that fails sends its neighbours the reason, so that all end; none publishes before "commit".
+What comes down is passed on before it is used: all nodes write at the same time. A node that fails
+posts the reason and disconnects, and so on to both ends; none publishes before "commit".
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import os
-import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.chunks import ChunkWriter, SendingSource
-from hpml_orchestrator.staging.copy import copy, make_directories, make_links
-from hpml_orchestrator.staging.faults import StagingStopped
-from hpml_orchestrator.staging.hashing import hashed, hashing, hashing_named
+from hpml_orchestrator.staging.copy import CopyOptions, check_directories, copy
+from hpml_orchestrator.staging.faults import Problems, Retry, StagingStopped, shown
 from hpml_orchestrator.staging.link import (
     START,
     BrokenLinkError,
     Link,
     Listener,
+    PeerFailedError,
     connect,
-    growing_pauses,
-    own_address,
-    packed,
-    reason_of,
 )
-from hpml_orchestrator.staging.manifest import Listing, tree_digest
+from hpml_orchestrator.staging.manifest import Listing, hashed, hashing, hashing_named, tree_digest
+from hpml_orchestrator.staging.rate_limit import TokenBucket
+from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
-from hpml_orchestrator.staging.supply import Supply
+from hpml_orchestrator.staging.stage import Supply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from multiprocessing.connection import Connection
-    from typing import TypeAlias
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
-    from hpml_orchestrator.staging.copy import CopyOptions
-    from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.link import ChainPosition
+    from hpml_orchestrator.staging.copy import CopyProgress
+    from hpml_orchestrator.staging.link import Body, ChainPosition
     from hpml_orchestrator.staging.plan import CopyPlan
-    from hpml_orchestrator.staging.progress import CopyProgress
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.supply import LocalSupply
+    from hpml_orchestrator.staging.source import Buffer, Source, SourceReader
+    from hpml_orchestrator.staging.stage import LocalSupply
 
-    Body: TypeAlias = Any  # content of a control message; its type depends on the word
+    Piece = tuple[int, bytes]  # file number, contents
 
-_MOST_MESSAGES = 32  # limit of the inbox; a message has at most 1.25 MiB
-_POLL_SECONDS = 0.05
-_BEAT_SECONDS = 0.1
-_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.1
 _FEWEST_THREADS = 4
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-class PeerFailedError(StagingError):
-    """Another node of the chain ended; its reason is in the message."""
+_GATHERED_BYTES = 256 << 10  # small files share a message
 
 
 class _Member(Supply):
@@ -82,141 +69,74 @@ class _Member(Supply):
         super().__init__(request)
         self._place = place
         self._secret = secret
-        self._inbox: queue.Queue[tuple[Body, str, Body, bytes]] = queue.Queue(_MOST_MESSAGES)
-        self._listener: Listener | None = None
-        self._up: Link | None = None
-        self._down: Link | None = None
-        self._said: dict[str, Body] = {}  # messages received, by their word
-        self._later: list[Buffer] = []  # for the next node, until it has connected
-        self._writer: ChunkWriter | None = None
+        self._links: dict[str, Link] = {}  # "up" to the node before, "down" to the next one
+        self._said: dict[str, Body] = {}  # contents received, by their word
+        self._pieces: collections.deque[Piece] = collections.deque()
         self._plan: CopyPlan | None = None
-        self._is_done = self._is_closed = False
-        self._beat_at = 0.0
-        self._beating = threading.Lock()
+        self._is_needed = self._is_done = self._is_closed = False
+        self._heard_at = 0.0
+        self._hearing = threading.Lock()
 
     def _join(self) -> None:
-        """Connect with the neighbours; raises as `_listen`, or if one does not appear in time."""
+        """Connect with the neighbours; raises as `_hear`, or if one does not appear in time."""
         place = self._place
-        if place.index:
-            address = own_address(place.interfaces, towards=place.names[0] if place.names else "")
-            self._listener = Listener(
-                address, self._secret, place.index - 1, place.timeout, self._inbox
-            )
-            port = self._listener.port
-            place.post(str(place.index), node=place.node, address=address, port=port)
-        began = time.monotonic()
-        came: dict[int, float] = {}
-        trouble = ""
-        pauses = growing_pauses()
-        while missing := self._missing():
-            for one in missing:
-                card = place.read(str(one))
-                if card is not None:
-                    came.setdefault(one, time.monotonic())
-                    if one > place.index:
-                        trouble = self._call(card) or trouble
-                # Two limits: agents may start minutes apart. But a neighbour that has posted its
-                # address is up, so if it cannot be reached, the network does not connect them.
-                patience = place.join_seconds if one in came else place.come_seconds
-                if one in self._missing() and time.monotonic() - came.get(one, began) > patience:
-                    raise StagingError(
-                        f"{place.name_of(one)} did not come within {patience:.0f} s"
-                        f"{f' ({trouble})' if trouble else ''}",
-                        hint="if the nodes cannot reach one another, name the interfaces that can "
-                        "in the site profile, or use distribution: shared",
-                    )
-            self._listen(next(pauses))
+        with contextlib.ExitStack() as stack:
+            if place.index:
+                listener = Listener(place, self._secret)
+                stack.callback(listener.close)
+            if not place.is_last:
+                self._links["down"] = connect(place, self._secret)
+            if place.index:
+                self._links["up"] = listener.link()
+        # No message before all are there: nodes may come late, and one that waits does not read.
+        self._ask_below("joined")
 
-    def _missing(self) -> list[int]:
-        index = self._place.index
-        up = [index - 1] if index and self._up is None else []
-        return up + ([index + 1] if not self._place.is_last and self._down is None else [])
-
-    def _call(self, card: Mapping[str, Body]) -> str:
-        """Connect to the next node; returns the error, if any."""
-        place, name = self._place, str(card.get("node"))
-        address, port = str(card.get("address")), int(card.get("port") or 0)
-        try:
-            connection = connect(
-                address, port, self._secret, (place.index, place.node), place.timeout
-            )
-        except (OSError, StagingError) as error:
-            return f"{name} at {address}: {error}"
-        self._down = self._link(connection, name)
-        self._pass_on()
-        return ""
-
-    def _link(self, connection: Connection, name: str) -> Link:
-        return Link(connection, name, self._secret, self._place.timeout, self._inbox)
-
-    def _send(self, link: Link | None, word: str, body: object = None) -> None:
-        assert link is not None  # noqa: S101 - joined
-        link.send(packed(self._secret, word, body))
-
-    def _pass_on(self, *messages: Buffer) -> None:
-        self._later += messages
-        if self._down is not None:
-            for message in self._later:
-                self._down.send(message)
-            self._later.clear()
-
-    def _listen(self, seconds: float = 0.0) -> None:
-        if self._place.should_stop():
-            raise StagingStopped
-        with contextlib.suppress(queue.Empty):
-            message = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
-            while True:
-                self._take(*message)
-                message = self._inbox.get_nowait()
-
-    def _take(self, link: Link | None, word: str, body: Body, message: bytes) -> None:
-        if word == "caller":
-            connection, name = body
-
-            if self._up is None:
-                self._up = self._link(connection, name or "the node before")
-            else:
-                connection.close()
-        elif word == "lost":
-            # After "commit", or when nobody needs the data, neighbours leave at their own pace.
-            if "commit" not in self._said and self._said.get("go") is not False:
-                raise BrokenLinkError(str(body))
-        elif word == "fail":
-            node, reason, hint = body
-            # Pass the reason on before raising: every node then names the one that failed first,
-            # instead of the neighbour that disappeared because of it.
-            self._give_reason(self._down if link is self._up else self._up, *body)
-            raise PeerFailedError(f"{node}: {reason}", hint=hint)
-        else:
-            if link is self._up:
-                self._pass_on(message)
-            # Forwarded before it is written here, so the nodes behind write at the same time and
-            # the chain takes as long as its slowest link, not the sum of all.
-            if word == "data" and self._writer is not None:
-                self._writer.take(body)
-            else:
-                self._said[word] = body
-
-    def _give_reason(self, link: Link | None, *reason: str) -> None:
-        if link is not None:
-            with contextlib.suppress(BrokenLinkError):
-                self._send(link, "fail", reason)
+    def _ask_below(self, word: str) -> Body:
+        """Wait for a word of the nodes behind this one; return its content."""
+        return None if self._place.is_last else self._wait_for(word)
 
     def _wait_for(self, word: str) -> Body:
         while word not in self._said:
-            self._listen(_POLL_SECONDS)
+            self._hear(_POLL_SECONDS)
         return self._said[word]
 
-    def _beat(self) -> bool:
-        """Return whether to stop; raises what `_listen` does, if another node failed."""
-        # All copying threads come through here for each file. One of them at a time reads the
-        # inbox; the others must not wait for it.
-        if time.monotonic() >= self._beat_at and self._beating.acquire(blocking=False):
-            try:
-                self._beat_at = time.monotonic() + _BEAT_SECONDS
-                self._listen()
-            finally:
-                self._beating.release()
+    def _hear(self, seconds: float = 0.0) -> None:
+        """Take a message from each neighbour, waiting for the first one; raises what ends all."""
+        if self._place.should_stop():
+            raise StagingStopped
+        # Threads that only look by the way must not wait for one that listens.
+        if not self._hearing.acquire(blocking=seconds > 0):
+            return
+        try:
+            # Nothing more from above before what came is written: so a slow disk slows the whole
+            # chain down, instead of filling this node's memory.
+            links = [link for way, link in self._links.items() if way == "down" or not self._pieces]
+            ready = wait([link.connection for link in links], seconds)
+            # Silence is what this node has waited for in vain: while it was busy, or suspended with
+            # its whole job, messages only wait to be read.
+            now = time.monotonic()
+            waited = min(now - self._heard_at, max(seconds, _POLL_SECONDS))
+            self._heard_at = now
+            for link in links:
+                if link.connection in ready:
+                    self._take(link is self._links.get("up"), *link.receive())
+                else:
+                    link.waited(waited)
+        finally:
+            self._hearing.release()
+
+    def _take(self, comes_down: bool, message: bytes, word: str, body: Body) -> None:
+        if word and comes_down and not self._place.is_last:
+            self._links["down"].forward(message)
+        if word == "data":
+            self._pieces.extend(body if self._is_needed else ())
+        elif word:
+            self._said[word] = body
+
+    def _stops(self) -> bool:
+        """Return whether to stop; raises what `_hear` does. All copying threads call this."""
+        if time.monotonic() >= self._heard_at + _POLL_SECONDS:
+            self._hear()
         return self._place.should_stop()
 
     @contextlib.contextmanager
@@ -224,40 +144,30 @@ class _Member(Supply):
         try:
             yield
         except BrokenLinkError as error:
-            known = self._known_reason(error)
-            self._leave(known)
+            # Every node names the one that failed first, not the neighbour that disconnected
+            # because of it. The reason may take a moment to appear on the shared file system.
+            place, end = self._place, time.monotonic() + error.grace
+            while (known := place.failure()) is None and time.monotonic() < end:
+                if place.should_stop():
+                    break
+                time.sleep(_POLL_SECONDS)
+            self._leave(known or error)
+            if known is None:
+                raise
             raise known from error
         except BaseException as error:
             self._leave(error)
             raise
 
-    def _known_reason(self, broken: BrokenLinkError) -> StagingError:
-        # A failing node sends its reason and then disconnects. A send of ours may hit the broken
-        # connection before that message has been read, so wait for it a moment.
-        end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end:
-            try:
-                self._listen(_POLL_SECONDS)
-            except BrokenLinkError:
-                continue
-            except StagingError as error:
-                return error
-        return broken
-
     def _leave(self, error: BaseException | None) -> None:
-        """Leave the chain: remove this node's records, and send the neighbours the reason."""
+        """Leave the chain: post the reason, and remove this node's records."""
         if self._is_closed:
             return
         self._is_closed = True
-        links = [link for link in (self._up, self._down) if link is not None]
         if error is not None and not isinstance(error, PeerFailedError):
-            hint = str(getattr(error, "hint", ""))
-            for link in links:
-                self._give_reason(link, self._place.node, reason_of(error), hint)
-        for link in links:
+            self._place.fail(error)
+        for link in self._links.values():
             link.close()
-        if self._listener is not None:
-            self._listener.close()
         for what in (str(self._place.index), *([] if self._place.index else [START])):
             self._place.remove(what)
 
@@ -275,7 +185,8 @@ class Head(_Member):
 
     Args:
         local: reads the source.
-        place, secret: see `_Member`.
+        place: this node's among the others.
+        secret: of the chain.
         options: how it is copied; files are hashed in any case.
     """
 
@@ -284,9 +195,7 @@ class Head(_Member):
     ) -> None:
         super().__init__(local.request, place, secret)
         self._local = local
-        # One process: the connection and the lock that keeps messages whole are shared by threads.
-        # Forked workers would garble each other's messages.
-        self._options = dataclasses.replace(options, hash=True, processes=1)
+        self._options = dataclasses.replace(options, hash=True)
 
     @property
     def kind(self) -> str:
@@ -299,8 +208,7 @@ class Head(_Member):
             with self._failing():
                 self._join()
                 plan = self._local.plan()
-                terms = (plan, self.kind, hashing().name)
-                self._send(self._down, "plan", terms)
+                self._links["down"].send("plan", (plan, self.kind, hashing().name))
                 self._plan = plan
         return self._plan
 
@@ -308,21 +216,19 @@ class Head(_Member):
         self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Copy the source and send it down the chain. If one node fails, none publishes."""
-        threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
+        retry, options = retry.stopped_by(self._stops), self._options
         with self._failing():
             # "ready" travels from the last node to this one, and each sends it when it has a place
             # to write to. So no data moves before every node has found room.
             self._wait_for("ready")
-            self._send(self._down, "go", True)
-            source = self._sending()
+            source = self._sending(plan, retry)
             digests = copy(
-                plan,
-                source,
-                partial_dir,
-                options=dataclasses.replace(self._options, threads=threads),
-                retry=retry.stopped_by(self._beat),
-                progress=progress,
+                plan, source, partial_dir, options=options, retry=retry, progress=progress
             )
+            if self.kind in {"tree", "file"}:
+                problems = Problems(f"cannot stage {plan.name}")
+                check_directories(plan, retry, problems, threads=source.threads)
+                problems.raise_any()
             self._agree(plan, source, digests)
         return digests
 
@@ -330,44 +236,44 @@ class Head(_Member):
         """Send the source to the others if one of them needs it; this node has it already."""
         plan = self.plan()
         with self._failing():
-            is_needed = bool(self._wait_for("ready"))
-            self._send(self._down, "go", is_needed)
-            if is_needed:
-                source = self._sending()
+            if self._wait_for("ready"):
+                retry, digests = Retry(should_stop=self._stops), []
+                limit = TokenBucket(self._options.opens_per_second, check_stop=retry.check_stop)
+                source = self._sending(plan, retry)
                 with contextlib.closing(source.reader(plan)) as reader:
-                    each = (reader.read(number) for number in range(len(plan.files)))
-                    digests = [hashed(self._heeding(blocks), hashing()) for blocks in each]
+                    for number in range(len(plan.files)):
+                        limit.take()
+                        digests.append(hashed(self._heeding(reader.read(number)), hashing()))
                 self._agree(plan, source, digests)
-        self._is_done = True
+            else:
+                self._commit()
 
     def close(self) -> None:
         """Leave the chain and close the source."""
         with contextlib.closing(self._local):
             super().close()
 
-    def _sending(self) -> SendingSource:
-        assert self._down is not None  # noqa: S101 - joined
-        return SendingSource(self._local.source, self._down.send)
+    def _sending(self, plan: CopyPlan, retry: Retry) -> _SendingSource:
+        threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
+        ahead, rate = 2 * threads, self._options.opens_per_second
+        if rate:  # the caller keeps this limit; what is read ahead comes on top
+            ahead = max(1, min(ahead, int(rate)))
+        return _SendingSource(self._local.source, self._links["down"], retry, threads, ahead)
 
     def _heeding(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
         for data in blocks:
             yield data
-            if self._beat():
+            if self._stops():
                 raise StagingStopped
 
-    def _agree(self, plan: CopyPlan, source: SendingSource, digests: list[bytes]) -> None:
+    def _agree(self, plan: CopyPlan, source: _SendingSource, digests: list[bytes]) -> None:
         source.flush()
-        digest = tree_digest(Listing.of(plan, digests), hashing())
-        self._send(self._down, "end")
-        # Each node compares its own digest with that of the node behind it, so a difference names
-        # the link where the data changed.
-        below = self._wait_for("done")
-        if below != digest:
-            raise StagingError(
-                f"what came to {self._place.name_of(1)} is not what was read: digests {below} and "
-                f"{digest}"
-            )
-        self._send(self._down, "commit")
+        self._links["down"].send("end", tree_digest(Listing.of(plan, digests), hashing()))
+        self._wait_for("done")
+        self._commit()
+
+    def _commit(self) -> None:
+        self._links["down"].send("commit")
         self._is_done = True
 
 
@@ -385,6 +291,7 @@ class Follower(_Member):
         if self._plan is None:
             with self._failing():
                 self._join()
+                self._links["up"].send("joined")
                 plan, _, how = self._wait_for("plan")
                 if hashing_named(how) is None:
                     raise StagingError(
@@ -399,55 +306,188 @@ class Follower(_Member):
         self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
         """Receive, write and forward all files. If one node fails, none publishes."""
+        how = hashing_named(self._said["plan"][2])
+        assert how is not None  # noqa: S101 - `plan` has looked
+        digests: list[bytes] = []
+
+        def read(number: int) -> Iterator[Buffer]:
+            at, digest, entry = 0, how.new(), plan.files[number]
+            while at < entry.size:
+                found, data = self._piece()
+                at += len(data)
+                if found != number or at > entry.size:
+                    raise StagingError(f"data of {shown(entry.path)} came out of order")
+                digest.update(data)
+                yield data
+            digests.append(digest.digest())
+
         with self._failing():
-            fd = os.open(partial_dir, _DIRECTORY)
-            try:
-                make_directories(plan, fd, retry)
-                return self._receive(plan, fd, progress, retry.stopped_by(self._beat))
-            finally:
-                os.close(fd)
+            self._is_needed = True
+            self._get_ready()
+            # The digests are made here, with the first node's hash.
+            copy(
+                plan,
+                _ReceivingSource(read, self.plan),
+                partial_dir,
+                options=CopyOptions(hash=False),
+                retry=retry.stopped_by(self._stops),
+                progress=progress,
+            )
+            theirs, digest = self._wait_for("end"), tree_digest(Listing.of(plan, digests), how)
+            if theirs != digest:
+                raise StagingError(f"what came is not what was read: digests {digest} and {theirs}")
+            self._agree()
+        return digests
 
     def reuse(self) -> None:
         """Forward the data to nodes that need it; this one has it already."""
-        plan = self.plan()
+        self.plan()
         with self._failing():
-            self._receive(plan, -1, None, None)
+            self._get_ready()
+            while not self._said.keys() & {"end", "commit"}:
+                self._hear(_POLL_SECONDS)
+            if "commit" not in self._said:
+                self._agree()
+            self._is_done = True
 
-    def _receive(
-        self, plan: CopyPlan, fd: int, progress: CopyProgress | None, retry: Retry | None
-    ) -> list[bytes]:
-        """Receive the data; without a descriptor nothing is written."""
-        place, how = self._place, hashing_named(self._said["plan"][2])
-        assert how is not None  # noqa: S101 - `plan` has looked
-        writer = self._writer = ChunkWriter(plan, fd, how)
-        below = not place.is_last and bool(self._wait_for("ready"))
+    def _get_ready(self) -> None:
         # A node that has the data already still takes part: it forwards, and the head must know
         # whether anybody at all needs the data.
-        self._send(self._up, "ready", fd >= 0 or below)
-        if not self._wait_for("go"):
-            if fd >= 0:
-                raise StagingError("the first node sends nothing, but this node has nothing")
-            self._is_done = True
-            return []
-        while "end" not in self._said:
-            before = (writer.bytes, len(writer.digests))
-            self._listen(_POLL_SECONDS)
-            if progress is not None:
-                progress.add(writer.bytes - before[0], len(writer.digests) - before[1])
-        if len(writer.digests) < len(plan.files):
-            raise StagingError(f"{len(plan.files) - len(writer.digests)} files did not come")
-        # Links last: until all files are written, nothing in the directory can redirect a write.
-        if retry is not None:
-            make_links(plan, fd, retry)
-        digests = [writer.digests[number] for number in range(len(plan.files))]
-        digest = tree_digest(Listing.of(plan, digests), how)
-        theirs = digest if place.is_last else self._wait_for("done")
-        if theirs != digest:
-            raise StagingError(
-                f"what came to {place.name_of(place.index + 1)} is not what came to this node: "
-                f"digests {theirs} and {digest}"
-            )
-        self._send(self._up, "done", digest)
+        below = bool(self._ask_below("ready"))
+        self._links["up"].send("ready", self._is_needed or below)
+
+    def _piece(self) -> Piece:
+        while not self._pieces:
+            if self._said.keys() & {"end", "commit"}:
+                raise StagingError("not all files came")
+            self._hear(_POLL_SECONDS)
+        return self._pieces.popleft()
+
+    def _agree(self) -> None:
+        self._ask_below("done")
+        self._links["up"].send("done")
         self._wait_for("commit")
         self._is_done = True
-        return digests
+
+
+@dataclasses.dataclass
+class _ReceivingSource:
+    """A `Source` and its only `SourceReader`: the files as they come from the node before."""
+
+    read: Callable[[int], Iterator[Buffer]]
+    plan: Callable[[], CopyPlan]
+    kind = "chain"
+    ordered = True
+
+    def reader(self, _plan: CopyPlan) -> SourceReader:
+        """Return itself."""
+        return self
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _SendingSource:
+    """A `Source` and its only `SourceReader`: sends what it reads, in the order of the plan.
+
+    Args:
+        source: is read; by several threads, unless it is ordered itself.
+        link: to the next node.
+        retry: reads again after faults that pass.
+        threads: how many read small files ahead.
+        ahead: how many small files they read ahead.
+    """
+
+    kind = "chain"
+    ordered = True
+
+    def __init__(self, source: Source, link: Link, retry: Retry, threads: int, ahead: int) -> None:
+        self._source = source
+        self._link = link
+        self._retry = retry
+        self._most_ahead = ahead
+        self._ahead: collections.deque[Future[bytes] | None] = collections.deque()
+        self._next = 0
+        self._gathered: list[Piece] = []
+        self._bytes = 0
+        self._has_failed = False
+        self.threads = threads
+        self.plan = source.plan
+
+    def reader(self, plan: CopyPlan) -> SourceReader:
+        """Open for reading, once."""
+        self._files = plan.files
+        self._reader = self._source.reader(plan)
+        self._pool = ThreadPoolExecutor(self.threads)
+        return self
+
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield the bytes of a file, after they were sent."""
+        try:
+            for data in self._blocks(number):
+                # After a fault nothing is published; the rest is read to report all faults at once.
+                if len(data) and not self._has_failed:
+                    self._gathered.append((number, bytes(data)))
+                    self._bytes += len(data)
+                    if self._bytes >= _GATHERED_BYTES:
+                        self.flush()
+                yield data
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _blocks(self, number: int) -> Iterator[Buffer]:
+        """Yield the bytes of a file; several threads read the small ones that follow."""
+        if self._source.ordered:
+            yield from self._reader.read(number)
+            return
+        while self._next < len(self._files) and len(self._ahead) < self._most_ahead:
+            small = self._files[self._next].size <= BLOCK_BYTES
+            self._ahead.append(self._pool.submit(self._whole, self._next) if small else None)
+            self._next += 1
+        coming = self._ahead.popleft()
+        if coming is not None:
+            yield coming.result()
+        else:
+            yield from self._steadily(number)
+
+    def _whole(self, number: int) -> bytes:
+        return b"".join(self._steadily(number))
+
+    def _steadily(self, number: int) -> Iterator[Buffer]:
+        """Yield the bytes of a file; after a fault that passes, open it again and continue."""
+        at, blocks = 0, None
+
+        def following() -> Buffer | None:
+            nonlocal blocks
+            blocks = blocks or self._since(number, at)
+            try:
+                return next(blocks, None)
+            except OSError:
+                blocks = None
+                raise
+
+        while (data := self._retry(following)) is not None:
+            yield data
+            at += len(data)
+
+    def _since(self, number: int, start: int) -> Iterator[Buffer]:
+        at = 0
+        for data in self._reader.read(number):
+            if at + len(data) > start:
+                yield memoryview(data)[max(0, start - at) :]
+            at += len(data)
+
+    def flush(self) -> None:
+        """Send what was gathered."""
+        pieces, self._gathered, self._bytes = self._gathered, [], 0
+        if pieces:
+            self._link.send("data", pieces)
+
+    def close(self) -> None:
+        """Close the reader; the source stays open."""
+        for coming in self._ahead:
+            if coming is not None:
+                coming.cancel()
+        self._pool.shutdown()
+        self._reader.close()

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.copy import CopyOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Problems, StagingStopped, shown, why
-from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.manifest import Listing, tree_digest
+from hpml_orchestrator.staging.manifest import Listing, hashing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
-from hpml_orchestrator.staging.progress import CopyProgress
 from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.store import remove_tree
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry

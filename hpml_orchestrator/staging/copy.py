@@ -14,11 +14,12 @@ import itertools
 import os
 import stat
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import (
     FULL,
     NO_ROOM_LEFT,
@@ -27,29 +28,142 @@ from hpml_orchestrator.staging.faults import (
     shown,
     why,
 )
-from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.progress import FileRange, Tally, share_out
+from hpml_orchestrator.staging.manifest import hashing
 from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
+from hpml_orchestrator.staging.workers import run_forked, run_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import ThreadPoolExecutor
+    from typing import Self
 
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
+    from hpml_orchestrator.staging.manifest import Hashing
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
-    from hpml_orchestrator.staging.progress import CopyProgress
-    from hpml_orchestrator.staging.source import Source, SourceReader
+    from hpml_orchestrator.staging.source import Buffer, Source
+    from hpml_orchestrator.staging.workers import Report
+
+OnProgress = Callable[[int, int, int, int], None]
+"""Called with (bytes done, files done, bytes in all, files in all)."""
+
+_PERIOD_SECONDS = 1.0
+
+FILE_COST_BYTES = 64 << 10
+"""Opening and creating a file takes as long as copying so many bytes (measured, warm cache)."""
+
+_BATCHES_PER_WORKER = 64
+_MOST_BATCHES = 1024  # this process spends about 0.2 ms on each
+_LEAST_COST_BYTES = 2 << 20
+_FILES_PER_THREAD = 8  # in a batch: its threads wait for the last of them
+_REPORT_SECONDS = 0.2
+
+
+class CopyProgress:
+    """Counts bytes and files of one copy; safe from several threads."""
+
+    def __init__(
+        self,
+        tell: OnProgress | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell = tell
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next = clock() + _PERIOD_SECONDS
+        self._bytes = self._files = 0
+        self._bytes_total = self._files_total = 0
+
+    def expect(self, total_bytes: int, total_files: int) -> None:
+        """Set the totals."""
+        self._bytes_total, self._files_total = total_bytes, total_files
+
+    def add(self, done_bytes: int, done_files: int = 0) -> None:
+        """Add to the counts (negative: the work is repeated), and report them once a second."""
+        with self._lock:
+            self._bytes += done_bytes
+            self._files += done_files
+            if self._tell is None or self._clock() < self._next:
+                return
+            self._next = self._clock() + _PERIOD_SECONDS
+            self._call()
+
+    def finish(self) -> None:
+        """Report the final figures."""
+        with self._lock:
+            self._call()
+
+    def _call(self) -> None:
+        if self._tell is not None:
+            self._tell(self._bytes, self._files, self._bytes_total, self._files_total)
+
+
+class FileRange(NamedTuple):
+    """Files `first` to before `last`."""
+
+    first: int
+    last: int
+
+
+def share_out(files: Sequence[TreeEntry], workers: int, threads: int = 1) -> list[FileRange]:
+    """Divide files into batches of like effort.
+
+    Args:
+        files: of the plan.
+        workers: processes. Each works in a different part of the tree, because processes that
+            create files in one directory wait for each other.
+        threads: of each process, which share a batch.
+    """
+    total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
+    most = max(_LEAST_COST_BYTES, total // min(_MOST_BATCHES, workers * _BATCHES_PER_WORKER))
+    fewest = min(threads * _FILES_PER_THREAD, -(-len(files) // workers)) if threads > 1 else 1
+    found = []
+    first = cost = 0
+    for number, entry in enumerate(files):
+        cost += entry.size + FILE_COST_BYTES
+        if cost >= most and number + 1 - first >= fewest:
+            found.append(FileRange(first, number + 1))
+            first, cost = number + 1, 0
+    if first < len(files):
+        found.append(FileRange(first, len(files)))
+    # Reorder with a stride: batches that are taken one after the other, and so copied at the same
+    # time, then lie in different parts of the tree.
+    each = -(-len(found) // workers)
+    return [one for at in range(each) for one in found[at::each]]
+
+
+class Tally:
+    """Counts the work of one thread and reports it from time to time.
+
+    Args:
+        report: called with bytes and files since the last report.
+    """
+
+    def __init__(self, report: Callable[[int, int], object]) -> None:
+        self.bytes = self.files = 0
+        self._report = report
+        self._reported = (0, 0)
+        self._next = 0.0
+
+    def report_sometimes(self) -> None:
+        """Report, a few times per second at most."""
+        if time.monotonic() >= self._next:
+            self.report()
+
+    def report(self) -> None:
+        """Report the work since the last report; negative bytes if a file is read again."""
+        then, self._reported = self._reported, (self.bytes, self.files)
+        self._report(self.bytes - then[0], self.files - then[1])
+        self._next = time.monotonic() + _REPORT_SECONDS
+
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_PROCESSES = 16
-_MOST_WORKERS = 64
 _SMALL_FILES = 400  # up to here, this process is done before workers have started
 _SMALL_BYTES = 32 << 20
-_LARGE_BYTES = 64 << 20  # larger files get a second thread that reads and hashes ahead
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -146,7 +260,7 @@ def check_directories(
         return  # a single file has no directory of its own
     left = collections.deque([plan.top, *plan.directories])
 
-    def check(_thread: int) -> None:
+    def check() -> None:
         with contextlib.suppress(IndexError):  # none left
             while not retry.stops():
                 entry = left.popleft()
@@ -159,7 +273,8 @@ def check_directories(
                 if info.st_mtime_ns != entry.mtime_ns:
                     problems.add(entry.path or ".", str(SourceChangedError()))
 
-    _in_threads(threads, check)
+    with _Threads(threads) as together:
+        together.run(check)
     retry.check_stop()
 
 
@@ -185,14 +300,14 @@ class _Copier:
         self.problems = Problems(f"cannot stage {plan.name}")
         self.processes = self._process_count()
         self.threads = 1
+        self._batches = [FileRange(0, len(plan.files))]
+        # A compressed stream has one position, so it is read by one thread. Other sources get a
+        # thread for each request that a server should have in flight.
         if not source.ordered:
             served = readers_for(plan.source_root)
-            # A compressed stream has one position, so it is read by one thread. Other sources get a
-            # thread for each request that a server should have in flight.
             self.threads = options.threads or -(-served // self.processes)
-        self._batches = [FileRange(0, len(plan.files))]
-        if not source.ordered:
-            self._batches = share_out(plan.files, _MOST_WORKERS, streams=self.processes)
+        if self.processes > 1:
+            self._batches = share_out(plan.files, self.processes, self.threads)
 
     def _process_count(self) -> int:
         plan, asked = self._plan, self._options.processes
@@ -204,23 +319,18 @@ class _Copier:
 
     def run(self) -> None:
         """Copy all files; faults of single files go to `problems`."""
+        count, add = len(self._batches), self._progress.add
         if self.processes == 1:
-            left = iter(self._batches)
-            lock = threading.Lock()
-
-            def take() -> FileRange | None:
-                with lock:
-                    return next(left, None)
-
-            self._work(take, self.problems.add, self._done, self._retry)
+            begin = functools.partial(self._begin, self._retry)
+            run_here(count, begin, on_result=self._done, on_report=add)
             return
-        reports: dict[str, Callable[..., None]] = {"done": self._done, "problem": self.problems.add}
-        run_crew(
-            self.processes,
-            self._work_forked,
-            # The plan is in the workers' memory from the fork, so the queue only carries numbers.
-            range(len(self._batches)),
-            on_report=lambda word, *values: reports[word](*values),
+        run_forked(
+            count,
+            # Workers need not check whether to stop: this process does, and kills them.
+            functools.partial(self._begin, self._retry.stopped_by(lambda: False)),
+            workers=self.processes,
+            on_result=self._done,
+            on_report=add,
             heartbeat=self._heartbeat,
         )
 
@@ -228,157 +338,144 @@ class _Copier:
         self._retry.check_stop()
         self._progress.add(0)
 
-    def _done(self, more_bytes: int, more_files: int, digests: list[tuple[int, bytes]]) -> None:
-        for number, digest in digests:
+    def _done(self, copied: _Copied) -> None:
+        for number, digest in copied.digests:
             self.digests[number] = digest
-        self._progress.add(more_bytes, more_files)
+        for path, reason in copied.problems:
+            self.problems.add(path, reason)
 
-    def _work_forked(
-        self, _number: int, take: Callable[[], int | None], tell: Callable[..., None]
-    ) -> None:
-        def take_batch() -> FileRange | None:
-            found = take()
-            return None if found is None else self._batches[found]
-
-        def problem(path: str, reason: str, _error: BaseException) -> None:
-            tell("problem", path, reason)
-
-        # Workers need not check whether to stop: the parent does, and kills them.
-        retry = self._retry.stopped_by(lambda: False)
-        self._work(take_batch, problem, functools.partial(tell, "done"), retry)
-
-    def _work(
-        self,
-        take: Callable[[], FileRange | None],
-        problem: Callable[[str, str, BaseException], None],
-        done: Callable[[int, int, list[tuple[int, bytes]]], None],
-        whole: Retry,
-    ) -> None:
-        failed: list[BaseException] = []
-        # The first failure of a thread stops the others, which may be in the middle of large files.
-        retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
-        reader = self._source.reader(self._plan)
-        worker = _Worker(self._plan, self._target, self._options, reader, retry, problem)
+    @contextlib.contextmanager
+    def _begin(self, retry: Retry, report: Report) -> Iterator[Callable[[int], _Copied]]:
+        """Yield the function that copies a batch, given its number."""
         rate = self._options.opens_per_second / self.processes
-        if rate > 0:
-            worker.wait = TokenBucket(rate, check_stop=retry.check_stop).take
-        # What was read from a compressed stream cannot be read again.
-        worker.tries_again = not self._source.ordered
+        with _Threads(self.threads) as threads, contextlib.ExitStack() as stack:
+            worker = _Worker(self._plan, self._source, self._target, self._options, retry, rate)
+            stack.callback(worker.close)
+            yield lambda number: worker.copy(self._batches[number], threads, report)
 
-        def drain(_thread: int) -> None:
-            tally = Tally(done)
-            try:
-                while not failed and (batch := take()) is not None:
-                    worker.do(batch, tally)
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failed.append(error)
 
-        try:
-            _in_threads(self.threads, drain)
-        finally:
-            worker.close()
-        if failed:
-            raise failed[0]
+class _Copied(NamedTuple):
+    """The result of a batch: (number, digest) of files, and (path, reason) of faults."""
+
+    digests: list[tuple[int, bytes]]
+    problems: list[tuple[str, str]]
 
 
 class _Worker:
-    """Copies batches; one per process, its threads call `do` at once."""
+    """Copies batches; one per process."""
 
     def __init__(
         self,
         plan: CopyPlan,
+        source: Source,
         target: str,
         options: CopyOptions,
-        reader: SourceReader,
         retry: Retry,
-        problem: Callable[[str, str, BaseException], None],
+        rate: float,
     ) -> None:
         self._plan = plan
         self._goes_on = options.goes_on
         self._how: Hashing | None = hashing() if options.hash else None
         self._faulty = False  # if set, files are only read, to find further faults
-        self._reader = reader
-        self._retry = retry
-        self._problem = problem
+        self._failure: BaseException | None = None
+        # The first failure of a thread stops the others, which may be in the middle of large files.
+        self._retry = retry.stopped_by(lambda: self._failure is not None or retry.stops())
+        # What was read from a compressed stream cannot be read again.
+        self._tries_again = not source.ordered
+        self._take = TokenBucket(rate, check_stop=self._retry.check_stop).take if rate > 0 else None
+        self._reader = source.reader(plan)
         self._to = os.open(target, _DIRECTORY)
-        self._pool: ThreadPoolExecutor | None = None
-        self.wait: Callable[[], object] | None = None
-        self.tries_again = True
 
     def close(self) -> None:
         """Close what is open."""
-        if self._pool is not None:
-            self._pool.shutdown()
         os.close(self._to)
         self._reader.close()
 
-    def do(self, batch: FileRange, tally: Tally) -> None:
+    def copy(self, batch: FileRange, threads: _Threads, report: Report) -> _Copied:
         """Copy a batch; raises StagingError if the target is full or the source is damaged."""
-        files = self._plan.files
-        for number in range(batch.first, batch.last):
-            entry = files[number]
-            self._retry.check_stop()
-            before = tally.bytes
-            try:
-                try:
-                    # Only after a fault does a file cost a closure and the machinery of `Retry`;
-                    # there may be millions of files.
-                    self._file(number, entry, tally, before)
-                except OSError as error:
-                    if not self.tries_again or self._faulty:
-                        raise
-                    again = functools.partial(self._file, number, entry, tally, before)
-                    self._retry.again(again, error)
-            except SourceChangedError as error:
-                tally.bytes = before
-                self._wrong(entry, str(error), error)
-            except OSError as error:
-                tally.bytes = before
-                # A full target fails for all other files as well. Other faults are collected, so
-                # that one run reports all files that need attention.
-                if error.errno in FULL:
-                    raise StagingError(
-                        f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
-                        hint=NO_ROOM_LEFT,
-                    ) from error
-                self._wrong(entry, why(error), error)
-        tally.report()
+        numbers = iter(range(batch.first, batch.last))
+        copied = _Copied([], [])
 
-    def _wrong(self, entry: TreeEntry, reason: str, error: BaseException) -> None:
+        def drain() -> None:
+            tally = Tally(report)
+            try:
+                for number in numbers:  # shared by all threads
+                    self._retry.check_stop()
+                    self._try(number, tally, copied)
+                    tally.report_sometimes()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                self._failure = self._failure or error
+            tally.report()
+
+        threads.run(drain)
+        if self._failure is not None:
+            raise self._failure
+        return copied
+
+    def _try(self, number: int, tally: Tally, copied: _Copied) -> None:
+        """Copy a file, with retries; note what is wrong with it."""
+        entry = self._plan.files[number]
+        before = tally.bytes
+        try:
+            try:
+                # Only after a fault does a file cost a closure and the machinery of `Retry`; there
+                # may be millions of files.
+                self._file(number, entry, tally, before, copied)
+            except OSError as error:
+                if not self._tries_again or self._faulty:
+                    raise
+                again = functools.partial(self._file, number, entry, tally, before, copied)
+                self._retry.again(again, error)
+        except SourceChangedError as error:
+            tally.bytes = before
+            self._wrong(entry, str(error), copied)
+        except OSError as error:
+            tally.bytes = before
+            # A full target fails for all other files as well. Other faults are collected, so that
+            # one run reports all files that need attention.
+            if error.errno in FULL:
+                raise StagingError(
+                    f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
+                    hint=NO_ROOM_LEFT,
+                ) from error
+            self._wrong(entry, why(error), copied)
+
+    def _wrong(self, entry: TreeEntry, reason: str, copied: _Copied) -> None:
         if not self._goes_on:
             self._faulty = True
-        self._problem(entry.path, reason, error)
+        copied.problems.append((entry.path, reason))
 
-    def _file(self, number: int, entry: TreeEntry, tally: Tally, before: int) -> None:
+    def _file(
+        self, number: int, entry: TreeEntry, tally: Tally, before: int, copied: _Copied
+    ) -> None:
         """Copy a file; after an error, remove its part and restore the byte count `before`."""
         tally.bytes = before
-        if self.wait is not None:
-            self.wait()
+        if self._take is not None:
+            self._take()
         pieces = self._reader.read(number)
         data = next(pieces, b"")
         # Nothing is published after a fault. The rest is still read, to report all faults at once.
         if self._faulty:
             return
         if len(data) == entry.size:
-            self._whole(number, entry, data, pieces, tally)
+            tally.bytes += entry.size
+            digest = self._whole(entry, data, pieces)
         else:
-            self._blocks(number, entry, itertools.chain((data,), pieces), tally)
+            digest = self._blocks(entry, itertools.chain((data,), pieces), tally)
         tally.files += 1
+        copied.digests.append((number, digest))
 
-    def _whole(
-        self, number: int, entry: TreeEntry, data: Buffer, rest: Iterator[Buffer], tally: Tally
-    ) -> None:
+    def _whole(self, entry: TreeEntry, data: Buffer, rest: Iterator[Buffer]) -> bytes:
         """Write a file that came in one piece, with as few system calls as possible.
 
         Asking for the rest makes the reader run its checks at the end of the file.
         """
+        size, digest = entry.size, b""
         if self._how is not None:
-            digest = self._how.new()
-            digest.update(data)
-            tally.digests.append((number, digest.digest()))
-        size = entry.size
-        tally.bytes += size
-        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
+            hasher = self._how.new()
+            hasher.update(data)
+            digest = hasher.digest()
+        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o400, dir_fd=self._to)
         try:
             try:
                 wrote = os.write(target, data) if size else 0
@@ -394,21 +491,21 @@ class _Worker:
         except BaseException:
             os.unlink(entry.path, dir_fd=self._to)
             raise
+        return digest
 
-    def _blocks(
-        self, number: int, entry: TreeEntry, pieces: Iterator[Buffer], tally: Tally
-    ) -> None:
+    def _blocks(self, entry: TreeEntry, pieces: Iterator[Buffer], tally: Tally) -> bytes:
         """Write a file block by block; holes stay holes, as the check of free space assumed."""
         digest = self._how.new() if self._how is not None else None
-        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
+        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o400, dir_fd=self._to)
         at = 0
-        blocks = self._hashed(entry, digest, pieces)
         try:
             try:
                 # Zeros at the end of a sparse file are not written, so its size must be set first.
                 if entry.stored < entry.size:
                     os.ftruncate(target, entry.size)
-                for data in blocks:
+                for data in pieces:
+                    if digest is not None:
+                        digest.update(data)
                     self._write(target, entry, data, at)
                     at += len(data)
                     tally.bytes += len(data)
@@ -418,45 +515,11 @@ class _Worker:
                     raise SourceChangedError
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
             finally:
-                blocks.close()
                 os.close(target)
         except BaseException:
             os.unlink(entry.path, dir_fd=self._to)
             raise
-        if digest is not None:
-            tally.digests.append((number, digest.digest()))
-
-    def _hashed(
-        self, entry: TreeEntry, digest: Digest | None, pieces: Iterator[Buffer]
-    ) -> Generator[Buffer, None, None]:
-        """Yield and hash the pieces of a file; of a large one, a thread reads one piece ahead.
-
-        Writing into the page cache takes about as long as reading from it and hashing, so a large
-        file is copied as fast as by `cp`, digest included.
-        """
-
-        def following() -> Buffer | None:
-            data = next(pieces, None)
-            if data is not None and digest is not None:
-                digest.update(data)
-            return data
-
-        if entry.size < _LARGE_BYTES:
-            while (data := following()) is not None:
-                yield data
-            return
-        if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
-
-            self._pool = ThreadPoolExecutor()
-        # The reader has two buffers: the thread fills one while the caller writes the other.
-        ahead = self._pool.submit(following)
-        try:
-            while (data := ahead.result()) is not None:
-                ahead = self._pool.submit(following)
-                yield data
-        finally:
-            ahead.exception()  # wait for the thread: the caller closes the source next
+        return digest.digest() if digest is not None else b""
 
     @staticmethod
     def _write(target: int, entry: TreeEntry, data: Buffer, at: int) -> None:
@@ -467,15 +530,35 @@ class _Worker:
             wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
 
 
-def _in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` in `count` threads, this one included; in fewer if the job's limit is reached."""
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, count)]
-    try:
-        with contextlib.suppress(RuntimeError):
-            for thread in threads:
-                thread.start()
-        work(0)
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+class _Threads:
+    """This thread and others, to share work."""
+
+    def __init__(self, count: int) -> None:
+        self._others = count - 1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        if self._others > 0:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
+
+            self._pool = ThreadPoolExecutor(self._others)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` in all threads at once; in fewer if the job's limit is reached."""
+        others = []
+        if self._pool is not None:
+            with contextlib.suppress(RuntimeError):
+                for _ in range(self._others):
+                    others.append(self._pool.submit(work))  # noqa: PERF401 - may end early
+        try:
+            work()
+        finally:
+            for other in others:
+                other.exception()
+        for other in others:
+            other.result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,18 +16,15 @@ from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.chain import Follower, Head
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.link import SECRET_BYTES, START
-from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.supply import LocalSupply, open_source
+from hpml_orchestrator.staging.link import START
+from hpml_orchestrator.staging.stage import LocalSupply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpml_orchestrator.staging.link import ChainPosition
-    from hpml_orchestrator.staging.plan import CopyPlan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.source import Source
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.stage import Supply
 
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
@@ -169,60 +165,51 @@ def supply_for(
         if place.index == 0 and place.nodes > 1:
             report(f"{request.name} comes to {place.nodes} nodes by {method}, as requested")
     if place.index and method != "shared":
-        start = place.start()
+        start = place.record(0, START)
         method = str(start["method"])
         if method == "chain":
             return Follower(request, place, bytes.fromhex(str(start["secret"])))
     reading = options or CopyOptions()
-    asked = method
+    if method == "shared":
+        return _local(request, place, most_bytes, reading, options_of_all)
     try:
-        if asked != "shared":
-            # Announce this node before reading the source, which may take minutes: once it is
-            # there, the others wait for its choice without a limit.
-            place.post("0", node=place.node)
-        source = _open(request, Retry(time.sleep, place.should_stop), most_bytes, reading)
-        supply = LocalSupply(request, source, options_of_all or reading)
+        # Announce this node before reading the source, which may take minutes: once it is there,
+        # the others wait for its choice without a limit.
+        place.post("0", node=place.node)
+        supply = _local(request, place, most_bytes, reading, options_of_all)
         if method == "auto":
-            method = _decide(request, supply.plan(), place.nodes, rates, report)
-        secret = secrets.token_bytes(SECRET_BYTES)
-        if asked != "shared":
-            place.post(START, method=method, secret=secret.hex())
+            choice = _choice(supply, place.nodes, rates)
+            report(f"{request.name}: {choice.reason}")
+            method = choice.method
+        secret = secrets.token_bytes(32)
+        place.post(START, method=method, secret=secret.hex())
     except BaseException as error:
-        if asked != "shared":
-            # Without this the others would wait for a record that never comes.
-            place.refuse(error)
+        # Without this the others would wait for a record that never comes.
+        place.fail(error)
         raise
     return Head(supply, place, secret, reading) if method == "chain" else supply
 
 
-def _open(request: StageRequest, retry: Retry, most_bytes: int, options: CopyOptions) -> Source:
+def _local(
+    request: StageRequest,
+    place: ChainPosition,
+    most_bytes: int,
+    reading: CopyOptions,
+    options: CopyOptions | None,
+) -> LocalSupply:
+    """Return the supply of a node that reads the source; `reading` is how it looks at it first."""
+    retry, rate = Retry(should_stop=place.should_stop), reading.opens_per_second
     try:
-        return open_source(request, retry, most_bytes, opens_per_second=options.opens_per_second)
+        source = open_source(request, retry, most_bytes, opens_per_second=rate)
     except OSError as error:
         raise StagingError(
             f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
         ) from error
+    return LocalSupply(request, source, options or reading)
 
 
-def _decide(
-    request: StageRequest,
-    plan: CopyPlan,
-    nodes: int,
-    rates: Rates | None,
-    report: Callable[[str], object],
-) -> str:
-    """Choose a method by the size of the source."""
-    choice = choose(
-        size=_source_bytes(request, plan),
-        files=len(plan.files) if kind_of(request) == "tree" else 1,
-        nodes=nodes,
-        rates=rates,
-    )
-    report(f"{request.name}: {choice.reason}")
-    return choice.method
-
-
-def _source_bytes(request: StageRequest, plan: CopyPlan) -> int:
-    if os.path.isfile(request.source):
-        return os.path.getsize(request.source)
-    return plan.bytes
+def _choice(supply: LocalSupply, nodes: int, rates: Rates | None) -> Strategy:
+    plan, path = supply.plan(), supply.request.source
+    size = os.path.getsize(path) if os.path.isfile(path) else plan.bytes
+    files = len(plan.files) if supply.kind == "tree" else 1
+    return choose(size=size, files=files, nodes=nodes, rates=rates)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATHS_TOLD = 20
-_PATH_CHARACTERS = 4096
+_PATH_CHARACTERS = 1000
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 OUTSIDE_LINKS = "outside_links: true (as an option --outside-links) takes links that leave the tree"
@@ -55,14 +55,9 @@ class SourceChangedError(Exception):
 
 
 def shown(path: str) -> str:
-    """Return a path as one line of valid text, odd bytes and line ends escaped."""
+    """Return a path as one line of valid text, with the middle of a very long one left out."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def brief(path: str) -> str:
-    """Return a path for a message, with the middle of an extremely long one left out."""
-    text = shown(path)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(text) <= _PATH_CHARACTERS:
         return text
     half = _PATH_CHARACTERS // 2

@@ -1,16 +1,27 @@
-"""List a user's staged data on a node, and remove data that nothing uses."""
+"""List a user's staged data on a node, and remove what nothing uses."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.staging.faults import why
+from hpml_orchestrator.records.process import environment_of
+from hpml_orchestrator.records.texts import age_text
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.space import usage
-from hpml_orchestrator.staging.store import DATA, PARTIAL, NodeStore, job_of, linked_key
+from hpml_orchestrator.staging.store import (
+    BY_HAND,
+    DATA,
+    LEASE,
+    PARTIAL,
+    NodeStore,
+    is_free,
+    job_of,
+    last_used,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +36,11 @@ class StoredData:
     Attributes:
         base: directory on the node that its store is in.
         path: of the data.
-        name: what the job calls it; of kept data what the job that brought it called it, "data"
-            while that is not known.
-        owner: key of the job that made it; "" if unknown.
-        kept: it outlives the job.
+        name: what the job calls it, or the first part of the entry's name.
+        job: key of the job that it goes with; "" if it stays.
+        by_hand: a person staged it, so it stays until `hpml stage clean`.
         in_use: what uses it, in words; "" if nothing does.
-        last_used: in seconds since the epoch.
+        since, last_used: in seconds since the epoch.
         state: "ok", "damaged" (sizes or count are wrong), "incomplete" (was never published) or
             "own" (the job's own directory, for what it writes).
         source, kind, method, bytes, files, digest: as published; empty if incomplete.
@@ -39,9 +49,10 @@ class StoredData:
     base: str
     path: str
     name: str
-    owner: str = ""
-    kept: bool = False
+    job: str = ""
+    by_hand: bool = False
     in_use: str = ""
+    since: float = 0.0
     last_used: float = 0.0
     state: str = "incomplete"
     source: str = ""
@@ -58,13 +69,13 @@ class Cleaned:
 
     Attributes:
         removed: the removed data.
-        kept: (path, reason) of everything that stays.
-        leftovers: removed directories without published data: of dead jobs, or half removed before.
+        kept: (data, reason) of everything that stays.
+        failed: (path, reason) of what could not be looked at or removed.
     """
 
     removed: list[StoredData] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    leftovers: list[str] = field(default_factory=list)
+    kept: list[tuple[StoredData, str]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -73,138 +84,130 @@ class Cleaned:
 
 
 def list_staged(bases: Sequence[str]) -> list[StoredData]:
-    """Return this user's data under some bases; links of jobs to kept data are not listed.
+    """Return this user's data under some bases.
 
     Raises:
         StagingError: a store is not ours to use.
     """
-    found: list[StoredData] = []
-    for base in bases:
-        store = NodeStore(base)
-        with store.hold() as there:
-            groups = store.groups() if there else []
-            used = [(path, store.user_of(path)) for group in groups for path in group]
-        for path, used_by in used:
-            found.extend(_look(store, path, used_by))
-    return found
+    entries = [(base, path) for base in bases for path in NodeStore(base).entries()]
+    return [one for base, path in entries for one in _look(base, path)]
 
 
 def clean(
     bases: Sequence[str],
     *,
+    only: Sequence[str] = (),
     everything: bool = False,
     older_seconds: float | None = None,
+    now: float = 0.0,
     dry_run: bool = False,
 ) -> Cleaned:
-    """Remove leftovers of dead jobs, and kept data that is incomplete or damaged.
+    """Remove what dead jobs left, and what is incomplete or damaged.
 
     Data in use and data of other users are never removed.
 
     Args:
         bases: where to look.
-        everything: remove all kept data too.
-        older_seconds: remove kept data that was not used for so long.
+        only: paths of data to remove instead of all that.
+        everything: remove all data that were staged by hand or kept, too.
+        older_seconds: remove those that were not used for so long.
+        now: seconds since the epoch.
         dry_run: only report what would be removed.
     """
     done = Cleaned()
     for base in bases:
         store = NodeStore(base)
         try:
-            _clean(store, done, everything=everything, older_seconds=older_seconds, dry_run=dry_run)
-        except (HpmlError, OSError) as error:
-            done.kept.append((store.path, str(error)))
+            paths = store.entries()
+        except HpmlError as error:
+            done.failed.append((store.path, str(error)))
+            continue
+        for path in paths:
+            for staged in _look(base, path):
+                if only and not {path, staged.path} & {*only}:
+                    continue
+                idle_seconds = max(0.0, now - staged.last_used)
+                is_old = older_seconds is not None and idle_seconds >= older_seconds
+                stays = staged.state == "ok" and not staged.job
+                if staged.in_use:
+                    done.kept.append((staged, f"in use by {staged.in_use}"))
+                elif stays and not (only or everything or is_old):
+                    by = "staged by hand" if staged.by_hand else "kept for later jobs"
+                    why = f"{by}, last used {age_text(idle_seconds)} ago"
+                    done.kept.append((staged, why))
+                else:
+                    _remove(store, path, staged, done, dry_run=dry_run)
+        if not dry_run:
+            store.remove_if_empty()
     return done
 
 
-def _clean(
-    store: NodeStore, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
+def _remove(
+    store: NodeStore, path: str, staged: StoredData, done: Cleaned, *, dry_run: bool
 ) -> None:
-    with store.hold() as there:
-        aside = [
-            ([path], path, list[StoredData]()) for path in (store.leftovers() if there else [])
-        ]
-        groups = store.groups() if there else []
-    for group in groups:
-        directory, retired = group[0], list[str]()
-
-        # Comparing a large tree with its manifest takes long, and jobs that start need the lock. So
-        # this happens without it, and everything that decides is checked again under it.
-        staged = [one for path in group for one in _look(store, path)]
-        is_good = any(one.state == "ok" for one in staged)
-        with store.hold() as there:
-            if not there or not os.path.lexists(directory):
-                continue
-            reason = store.reason_to_keep(
-                directory, everything=everything or not is_good, older_seconds=older_seconds
-            )
-            if not reason:
-                retired, reason = _retire(store, group, dry_run=dry_run)
-        if reason:
-            done.kept.append((directory, reason))
-        if retired:
-            aside.append((retired, directory, staged))
-    for paths, directory, staged in aside:
-        try:
-            store.sweep(*([] if dry_run else paths))
-        except HpmlError as error:
-            done.kept.append((paths[0], str(error)))
-        else:
-            done.removed.extend(staged)
-            done.leftovers.extend([] if staged else [directory])
-    if not dry_run:
-        store.sweep()
-
-
-def _retire(store: NodeStore, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
-    """Move directories aside under the store's lock; return new paths, and why one stays."""
-    retired = list(group) if dry_run else []
-    for path in [] if dry_run else group:
-        try:
-            aside = store.retire(path)
-        except OSError as error:
-            return retired, f"cannot be removed: {why(error)}"
-        if aside is None:
-            return retired, "in use by a process"
-        retired.append(aside)
-    return retired, ""
-
-
-def _look(store: NodeStore, directory: str, used_by: str = "") -> list[StoredData]:
     try:
-        names = sorted(os.listdir(directory))
+        if dry_run or store.remove(os.path.basename(path)) or not os.path.lexists(path):
+            done.removed.append(staged)
+        else:
+            done.kept.append((staged, "in use by a process"))
+    except HpmlError as error:
+        done.failed.append((path, str(error)))
+
+
+def user_of(path: str, *, proc_root: str = "/proc") -> str:
+    """Return what uses an entry, in words; "" if nothing does."""
+    if is_free(path):
+        return ""
+    with contextlib.suppress(OSError):
+        info = os.stat(f"{path}/{LEASE}")
+        place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+        with open(f"{proc_root}/locks", encoding="ascii") as stream:
+            rows = [line.split() for line in stream]
+        pids = [row[4] for row in rows if row[1] == "FLOCK" and row[5] == place]
+        jobs = {job: None for pid in pids if (job := _job_of_process(pid, proc_root))}
+        if jobs:
+            return f"job {', '.join(jobs)}"
+        if pids:
+            return f"process {pids[0]}"
+    return "a process"
+
+
+def _job_of_process(pid: str, proc_root: str) -> str:
+    for word in environment_of(pid, proc_root):
+        if word.startswith(b"SLURM_JOB_ID="):
+            return os.fsdecode(word.partition(b"=")[2])
+    return ""
+
+
+def _look(base: str, path: str) -> list[StoredData]:
+    """Describe an entry; one of a job's own directories may be several, or empty."""
+    try:
+        names = sorted(os.listdir(path))
     except FileNotFoundError:
         return []
-    owner = store.owner_of(directory)
-    job, key = job_of(directory), os.path.basename(directory)
     common = StoredData(
-        store.base,
-        directory,
-        key.partition("@")[0] if job else DATA if store.is_entry(directory) else "",
-        owner=owner.job_key if owner else "",
-        kept=store.is_entry(directory) and not job,
-        in_use=used_by,
-        last_used=store.last_used(directory),
+        base,
+        path,
+        os.path.basename(path).partition("@")[0].partition("-")[0],
+        job=job_of(path),
+        by_hand=BY_HAND in names,
+        in_use=user_of(path),
+        since=os.lstat(path).st_mtime,
+        last_used=last_used(path),
     )
-    link = f"{store.path}/{job}/{common.name}"
-    found = []
-    for name in names:
-        path = f"{directory}/{name}"
-        if name.startswith(PARTIAL) or not (name.startswith(".") or os.path.islink(path)):
-            # Show a job's own data under the path that the job uses.
-            path = link if job and name == DATA and linked_key(link) == key else path
-            found.append(_described(replace(common, path=path, name=common.name or name)))
-    return found
+    inner = [name for name in names if name in (DATA, *_OWN) or name.startswith(PARTIAL)]
+    return [_described(replace(common, path=f"{path}/{name}"), name) for name in inner] or [common]
 
 
-def _described(staged: StoredData) -> StoredData:
-    manifest = published_manifest(staged.path)
+def _described(staged: StoredData, name: str) -> StoredData:
+    manifest = published_manifest(staged.path) if name == DATA else None
     if manifest is None:
         taken = usage(staged.path)
-        state = "own" if staged.name in _OWN else staged.state
-        return replace(staged, bytes=taken.bytes, files=taken.files, state=state)
+        if name in _OWN:
+            staged = replace(staged, name=name, state="own")
+        return replace(staged, bytes=taken.bytes, files=taken.files)
     return replace(
         staged,
-        name=manifest.name,
         state="ok" if is_whole(staged.path, manifest) else "damaged",
         bytes=manifest.bytes,
         files=manifest.files,

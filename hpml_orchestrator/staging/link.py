@@ -1,65 +1,67 @@
 """How the nodes of a chain find each other, and the connections between them.
 
 Nodes meet by small files in `attempts/<n>/chain/`, which appear by rename and are readable by the
-job's user alone; nothing is locked.
+job's user alone: `<name>.start` has the method and the secret, `<name>.<index>` where a node
+listens, `<name>.failed` which node failed first, and why.
 
-Each node connects once to the node behind it, and this one connection carries everything: messages
-of `multiprocessing.connection` over TCP. First both ends prove that they have the job's secret
-(HMAC-SHA256 over a nonce of each). Control messages carry a keyed digest; file contents are covered
-by the digest of the whole tree. Nothing is encrypted.
+Each node connects to the node behind it: a connection of `multiprocessing.connection` over TCP,
+with the secret as authentication key. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import ipaddress
 import json
 import os
 import pickle
 import queue
-import secrets
 import socket
 import struct
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from multiprocessing import ProcessError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError, StagingError
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, StagingError
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.staging.faults import StagingStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
 
-    from hpml_orchestrator.staging.hashing import Buffer
-
-    Inbox = queue.Queue[tuple[object, str, object, bytes]]
-    # of (link, word, body, raw message): the body of "data" is file contents, of "lost" the reason
-    # why the link ended, of "caller" the connection and name of the previous node
+    Body: TypeAlias = Any  # content of a message or record; its type depends on the word
 
 START = "start"
 """The first node's record: the method, and of a chain the secret."""
-SECRET_BYTES = 32
-DATA = b"D"
-"""The first byte of a message with file contents; control messages begin with another."""
-_CONTROL = b"C"
-_DIGEST_BYTES = 32
-_HELLO_BYTES = 4096
+_FAILED = "failed"
+_STRANGER = (EOFError, ValueError, AssertionError, ProcessError)  # of `_authenticated`
 _BEATS_PER_TIMEOUT = 5.0
-_SUSPENDED_SECONDS = 1.0
-_POLL_SECONDS = 0.2
 _CLOSE_SECONDS = 1.0
+_MOST_PAUSE_SECONDS = 1.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TIMEVAL = struct.Struct("ll")
-_TCP_USER_TIMEOUT = 18
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("256s")
 _GLOBAL_SCOPE = "00"
-_NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route to it is used
+
+
+class PeerFailedError(StagingError):
+    """Another node of the chain ended; its reason is in the message."""
+
+
+class BrokenLinkError(StagingError):
+    """The neighbour has disconnected or hangs.
+
+    Attributes:
+        grace: seconds within which the reason of the node that failed first should appear.
+    """
+
+    grace = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ChainPosition:
         should_stop: True ends waiting with StagingStopped.
         index: 0 reads the source.
         nodes: how many there are.
-        node: this node's name.
+        node: this node's name, by which the others reach it if no interface is named.
         names: of all nodes, in order; empty if unknown.
         interfaces: network interfaces to use, the best first.
         timeout: seconds of silence after which a node counts as hung.
@@ -95,10 +97,6 @@ class ChainPosition:
         """Whether this is the last node."""
         return self.index == self.nodes - 1
 
-    def name_of(self, index: int) -> str:
-        """Return a name for a node, its index if the names are unknown."""
-        return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
-
     def post(self, what: str, **record: object) -> None:
         """Publish a record.
 
@@ -112,8 +110,7 @@ class ChainPosition:
             raise RecordError(f"cannot write {directory}: {error.strerror}") from error
         write_text(f"{self.path}.{what}", json.dumps(record), mode=0o600)
 
-    def read(self, what: str) -> dict[str, object] | None:
-        """Return a record; None until it is there."""
+    def _read(self, what: str) -> dict[str, Body] | None:
         with contextlib.suppress(OSError):
             # NFS caches that a file is missing for up to a minute; opening the directory ends that.
             os.close(os.open(os.path.dirname(self.path), _DIRECTORY))
@@ -123,295 +120,262 @@ class ChainPosition:
             return None
         return found if isinstance(found, dict) else None
 
-    def start(self) -> dict[str, object]:
-        """Wait for the first node's record and return it.
-
-        Raises:
-            StagingError: the first node did not come, or failed; with its reason.
-            StagingStopped: should_stop returned True.
-        """
-        end = time.monotonic() + self.come_seconds
-        pauses = growing_pauses()
-        while (found := self.read(START)) is None:
-            if self.should_stop():
-                raise StagingStopped
-            # Scanning the source may take the first node long. If its agent dies, the job ends
-            # anyway.
-            if time.monotonic() > end and self.read("0") is None:
-                within = f"within {self.come_seconds:.0f} s"
-                raise StagingError(f"{self.name_of(0)} did not come {within}")
-            time.sleep(next(pauses))
-        if "error" in found:
-            raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
-        return found
-
-    def refuse(self, error: BaseException) -> None:
-        """Publish the reason why this first node ends, for the nodes that wait for its record."""
-        told = f"{self.node}: {reason_of(error)}"
-        self.post(START, error=told, hint=str(getattr(error, "hint", "")))
-
     def remove(self, what: str) -> None:
         """Remove a record, but not the directory: another node may be about to post one there."""
         with contextlib.suppress(OSError):
             os.unlink(f"{self.path}.{what}")
 
+    def record(self, index: int, what: str = "") -> dict[str, Body]:
+        """Wait for a node's record and return it: its address, or another one.
 
-def growing_pauses() -> Iterator[float]:
-    """Yield growing pauses, since all nodes poll one directory of the shared file system."""
-    pause = 0.02
-    while True:
-        yield pause
-        pause = min(1.0, pause * 1.3)
+        A node that has come may take long for another record, such as while it scans the source.
 
+        Raises:
+            StagingError: the node did not come, or one failed; with its reason.
+            StagingStopped: should_stop returned True.
+        """
+        for pause in self.pauses(self.come_seconds):
+            found = self._read(what or str(index))
+            if found is not None:
+                return found
+            if not pause and self._read(str(index)) is None:
+                raise self.absent(index, self.come_seconds)
+        raise AssertionError
 
-def reason_of(error: BaseException) -> str:
-    """Return the reason that the other nodes get for an error of this one."""
-    if isinstance(error, StagingStopped):
-        return "was stopped"
-    return str(error) or type(error).__name__
+    def pauses(self, seconds: float) -> Iterator[float]:
+        """Sleep ever longer, since all nodes poll one directory; yield 0 after so many seconds.
 
+        Raises:
+            PeerFailedError: a node failed.
+            StagingStopped: should_stop returned True.
+        """
+        pause, end = 0.02, time.monotonic() + seconds
+        while True:
+            yield pause if time.monotonic() < end else 0.0
+            if self.should_stop():
+                raise StagingStopped
+            if failure := self.failure():
+                raise failure
+            time.sleep(pause)
+            pause = min(_MOST_PAUSE_SECONDS, pause * 1.3)
 
-class BrokenLinkError(StagingError):
-    """The neighbour has disconnected or hangs; its last message may contain the reason."""
+    def absent(self, index: int, seconds: float, trouble: object = "") -> StagingError:
+        """Return the error about a node that has not come."""
+        name = self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
+        return StagingError(
+            f"{name} did not come within {seconds:.0f} s{f' ({trouble})' if trouble else ''}",
+            hint="if the nodes cannot reach one another, name the interfaces that can in the site "
+            "profile, or use distribution: shared",
+        )
 
+    def fail(self, error: BaseException) -> None:
+        """Publish the reason why this node ends, for all others, unless one failed before."""
+        reason = "was stopped" if isinstance(error, StagingStopped) else str(error)
+        reason, hint = reason or type(error).__name__, str(getattr(error, "hint", ""))
+        with contextlib.suppress(HpmlError, OSError):
+            if self.failure() is None:
+                self.post(_FAILED, node=self.node, reason=reason, hint=hint)
 
-def connect(
-    address: str, port: int, secret: bytes, own: tuple[int, str], timeout: float
-) -> Connection:
-    """Connect to the next node and send this node's index and name; both prove the secret.
-
-    Raises:
-        StagingError: another program answers, which does not have the secret.
-        OSError: nothing answers there, or not in time.
-    """
-    connection = _connection(socket.create_connection((address, port), timeout=timeout), timeout)
-    try:
-        _prove(connection, secret, b"connector", b"acceptor")
-        connection.send_bytes(json.dumps(own).encode())
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, (ValueError, EOFError)):
-            message = f"what answers at {address} port {port} is not a node of this job"
-            raise StagingError(message) from error
-        raise
-    return connection
+    def failure(self) -> PeerFailedError | None:
+        """Return the reason of the node that failed first."""
+        found = self._read(_FAILED)
+        if found is None:
+            return None
+        return PeerFailedError(f"{found['node']}: {found['reason']}", hint=str(found["hint"]))
 
 
 class Listener:
     """Accepts the connection of the previous node; other callers cannot delay it.
 
     Args:
-        address: to listen at, and at no other.
-        secret: the job's.
-        caller: index of the only node that may connect.
-        timeout: seconds after which a neighbour that takes nothing counts as hung.
-        inbox: receives the connection.
+        place: this node's.
+        secret: that callers must have.
     """
 
-    def __init__(
-        self, address: str, secret: bytes, caller: int, timeout: float, inbox: Inbox
-    ) -> None:
+    def __init__(self, place: ChainPosition, secret: bytes) -> None:
+        self._place = place
         self._secret = secret
-        self._caller = caller
-        self._timeout = timeout
-        self._inbox = inbox
+        self._callers: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        found = filter(None, map(interface_address, place.interfaces))
+        address = next(found, "")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        self._socket.settimeout(_POLL_SECONDS)
-        self._is_open = True
-        self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
+        port = self._socket.getsockname()[1]
+        place.post(str(place.index), node=place.node, address=address or place.node, port=port)
 
     def _serve(self) -> None:
-        while self._is_open:
+        while self._socket.fileno() >= 0:
             with contextlib.suppress(OSError, RuntimeError):  # no more threads: the caller retries
                 sock, _ = self._socket.accept()
-                # A thread for each caller: one that connects and stays silent must not keep the
-                # neighbour out.
+                # A thread for each caller: one that is silent must not keep the neighbour out.
                 threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
-        self._socket.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        connection = _connection(sock, self._timeout)
-        try:
-            _prove(connection, self._secret, b"acceptor", b"connector")
-            index, name = json.loads(connection.recv_bytes(_HELLO_BYTES))
-            if index != self._caller or not self._is_open:
-                raise ValueError(index)
-            self._inbox.put((None, "caller", (connection, str(name)[:255]), b""))
-        except (OSError, EOFError, ValueError, TypeError):
-            connection.close()
+        with contextlib.suppress(OSError, *_STRANGER):
+            self._callers.put(Link(sock, self._secret, "", self._place.timeout, calls=False))
+
+    def link(self) -> Link:
+        """Wait for the previous node; raises as `ChainPosition.record`."""
+        place = self._place
+        name = str(place.record(place.index - 1)["node"])
+        for pause in place.pauses(place.join_seconds):
+            with contextlib.suppress(queue.Empty):
+                link = self._callers.get_nowait()
+                link.peer = name
+                return link
+            if not pause:
+                raise place.absent(place.index - 1, place.join_seconds)
+        raise AssertionError
 
     def close(self) -> None:
         """Stop listening."""
-        self._is_open = False
+        with contextlib.closing(self._socket), contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
 
-def _connection(sock: socket.socket, timeout: float) -> Connection:
+def connect(place: ChainPosition, secret: bytes) -> Link:
+    """Wait for the next node and connect to it; raises as `ChainPosition.record`."""
+    card = place.record(place.index + 1)
+    name, address = str(card["node"]), (str(card["address"]), int(card["port"]))
+    for pause in place.pauses(place.join_seconds):
+        try:
+            sock = socket.create_connection(address, place.timeout)
+            return Link(sock, secret, name, place.timeout, calls=True)
+        except OSError as error:
+            trouble = f"{name} at {address[0]}: {error}"
+        except _STRANGER:
+            trouble = f"what answers at {address[0]} port {address[1]} is not a node of this job"
+        if not pause:
+            raise place.absent(place.index + 1, place.join_seconds, trouble)
+    raise AssertionError
+
+
+def _authenticated(
+    sock: socket.socket, secret: bytes, timeout: float, *, calls: bool
+) -> Connection:
+    """Return the connection over a socket once both ends have proven that they have the secret.
+
+    This is what `Client` and `Listener` of the module do, with time-outs and for IPv6.
+    """
     sock.settimeout(None)
     limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
-    # `Connection` reads and writes the bare descriptor, which Python's own timeouts do not cover.
+    # `Connection` uses the bare descriptor, which Python's own time-outs do not cover. These two
+    # also find a process that hangs. TCP_USER_TIMEOUT does not, and would end jobs suspended.
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, limit)
-    # Short control messages would otherwise wait until the neighbour acknowledges earlier data.
+    # Short messages would otherwise wait until the neighbour acknowledges earlier data.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Longer than the silence after which `Link` reports the neighbour by its name.
-    sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(timeout * 3000))
-    return Connection(sock.detach())
-
-
-def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) -> None:
-    # A new nonce from each end makes a recorded proof worthless. The role in the digest stops a
-    # stranger from sending our own proof back to us.
-    ours = secrets.token_bytes(_DIGEST_BYTES)
-    connection.send_bytes(ours)
-    other = connection.recv_bytes(_DIGEST_BYTES)
-    connection.send_bytes(hmac.digest(secret, mine + ours + other, "sha256"))
-    proof = connection.recv_bytes(_DIGEST_BYTES)
-    if not hmac.compare_digest(proof, hmac.digest(secret, theirs + other + ours, "sha256")):
-        raise ValueError("the secret differs")
+    connection = Connection(sock.detach())
+    steps = [deliver_challenge, answer_challenge]
+    for step in reversed(steps) if calls else steps:
+        step(connection, secret)
+    return connection
 
 
 class Link:
-    """The connection to a neighbour.
+    """The connection to a neighbour; messages are pickled pairs of a word and a content.
 
-    One thread reads. Another sends heartbeats however busy the process is, so a silent neighbour
-    hangs.
+    A thread sends empty messages, however busy the process is: one that is silent hangs.
 
     Args:
-        connection: to the neighbour.
+        sock: connected; the link takes it over.
+        secret: that the neighbour must have.
         peer: its name.
-        secret: the job's.
-        timeout: seconds without a sign of life after which it counts as hung.
-        inbox: receives what arrives.
+        timeout: seconds after which a silent neighbour hangs.
+        calls: this end is the one that has connected.
+
+    Raises:
+        OSError or one of _STRANGER: the other end does not have the secret, or is silent.
     """
 
     def __init__(
-        self, connection: Connection, peer: str, secret: bytes, timeout: float, inbox: Inbox
+        self, sock: socket.socket, secret: bytes, peer: str, timeout: float, *, calls: bool
     ) -> None:
+        self.connection = _authenticated(sock, secret, timeout, calls=calls)
         self.peer = peer
-        self._connection = connection
-        self._secret = secret
         self._timeout = timeout
-        self._inbox = inbox
+        self._quiet = 0.0
+        self._broken: BrokenLinkError | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def send(self, message: Buffer) -> None:
-        """Send a message: file contents, or what `packed` returned.
+    def _beat(self) -> None:
+        with contextlib.suppress(BrokenLinkError):  # who waits for the neighbour reports it
+            while not self._closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
+                self.forward(b"")
+
+    def send(self, word: str, body: object = None) -> None:
+        """Send a message; raises as `forward`."""
+        self.forward(pickle.dumps((word, body), protocol=4))
+
+    def forward(self, message: bytes) -> None:
+        """Send a message that was received.
 
         Raises:
             BrokenLinkError: the neighbour is gone, or took nothing for the whole timeout.
         """
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                self.connection.send_bytes(message)
+            except OSError as error:
+                self._broken = self._lost(error)
+                raise self._broken from error
+
+    def receive(self) -> tuple[bytes, str, Body]:
+        """Wait for a message; return it, its word ("" of a sign of life) and its content.
+
+        Raises:
+            BrokenLinkError: the neighbour is gone, or stopped in mid-message.
+            StagingError: what came is damaged.
+        """
         try:
-            with self._lock:
-                self._connection.send_bytes(message)
-        except OSError as error:
-            raise BrokenLinkError(self._lost(error)) from error
-
-    def _lost(self, error: BaseException) -> str:
-        if isinstance(error, (BlockingIOError, TimeoutError)):
-            return f"{self.peer} hangs: nothing went through for {self._timeout:.0f} s"
-        why = getattr(error, "strerror", "") or "its connection ended"
-        return f"{self.peer} was lost: {why}"
-
-    def _beat(self) -> None:
-        beat = packed(self._secret, "beat")
-        with contextlib.suppress(BrokenLinkError):  # the reader reports it
-            while not self._closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
-                self.send(beat)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._wait()
-                message = self._connection.recv_bytes()
-                self._deliver(*_unpacked(self._secret, message), message)
-        except TimeoutError:
-            reason = f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s"
-        except ValueError:
-            reason = f"what came from {self.peer} is damaged"
+            message = self.connection.recv_bytes()
         except (OSError, EOFError) as error:
-            reason = self._lost(error)
-        self._deliver("lost", reason, b"")
+            raise self._lost(error) from error
+        self._quiet = 0.0
+        if not message:
+            return message, "", None
+        try:
+            word, body = pickle.loads(message)  # noqa: S301 - made by this job
+        except Exception as error:  # damaged pickles raise almost anything
+            raise StagingError(f"what came from {self.peer} is damaged") from error
+        return message, word, body
 
-    def _wait(self) -> None:
-        began = time.monotonic()
-        while not self._connection.poll(self._timeout):
-            now = time.monotonic()
-            # If `poll` took longer than its timeout, this process was stopped, for example with its
-            # whole job. Then silence means nothing, and the neighbour gets a full timeout again.
-            if now - began < self._timeout + _SUSPENDED_SECONDS:
-                raise TimeoutError
-            began = now
+    def waited(self, seconds: float) -> None:
+        """Add to the seconds of silence; raises BrokenLinkError if they are too many."""
+        self._quiet += seconds
+        if self._quiet > self._timeout:
+            raise BrokenLinkError(f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s")
 
-    def _deliver(self, word: str, body: object, message: bytes) -> None:
-        while word != "beat" and not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                # A full inbox stops the reader, TCP then stops the neighbour, and so on up to the
-                # source: a slow disk slows the whole chain down instead of filling this node's
-                # memory.
-                self._inbox.put((self, word, body, message), timeout=_POLL_SECONDS)
-                return
+    def _lost(self, error: BaseException) -> BrokenLinkError:
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            told = f"{self.peer} hangs: nothing went through for {self._timeout:.0f} s"
+            broken = BrokenLinkError(told)
+            if self.connection.poll():  # it is alive: one behind it hangs, whom others will name
+                broken.grace += self._timeout
+            return broken
+        why = getattr(error, "strerror", "") or "its connection ended"
+        return BrokenLinkError(f"{self.peer} was lost: {why}")
 
     def close(self) -> None:
-        """Close without losing what was sent: keep reading until the neighbour closes, too."""
+        """Close without losing what was sent.
+
+        Closing with unread data resets the connection, and the neighbour would lose messages under
+        way. So end our half, and read until the neighbour closes, too.
+        """
         self._closed.set()
-        with contextlib.suppress(OSError), self._lock:
-            # End only the sending half, through a copy of the descriptor: the reader still uses the
-            # original one.
-            sock = socket.socket(fileno=os.dup(self._connection.fileno()))
-            with sock:
+        end = time.monotonic() + _CLOSE_SECONDS
+        with self._lock, contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as sock:
                 sock.shutdown(socket.SHUT_WR)
-        # Read until the neighbour closes too: closing with unread data resets the connection, and
-        # the neighbour would lose messages that are still under way, such as our reason.
-        self._reader.join(_CLOSE_SECONDS)
-
-
-def packed(secret: bytes, word: str, body: object = None) -> bytes:
-    """Return a control message with its digest."""
-    data = pickle.dumps((word, body), protocol=4)
-    return _CONTROL + hmac.digest(secret, data, "sha256") + data
-
-
-def _unpacked(secret: bytes, message: bytes) -> tuple[str, object]:
-    if message[:1] == DATA:
-        return "data", memoryview(message)[1:]
-    digest, data = message[1 : 1 + _DIGEST_BYTES], message[1 + _DIGEST_BYTES :]
-    # Check before unpickling, which would run any code that a stranger sends.
-    if not hmac.compare_digest(digest, hmac.digest(secret, data, "sha256")):
-        raise ValueError("another digest")
-    word, body = pickle.loads(data)  # noqa: S301 - made by this job
-    return word, body
-
-
-def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
-    """Return the address to listen at.
-
-    The first of these that exists: the address of one of the given interfaces, in their order; of
-    the host's name, unless it is the loopback; of the route to the other node; of any interface.
-
-    Args:
-        interfaces: names of network interfaces, the best first.
-        towards: name or address of another node.
-    """
-    for name in interfaces:
-        found = interface_address(name)
-        if found:
-            return found
-    # Debian gives a host's own name the loopback address 127.0.1.1, so names need not help; the
-    # kernel's route to another node then does.
-    for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
-        if one and not _is_local(one):
-            return one
-    for _, name in socket.if_nameindex():
-        found = interface_address(name)
-        if found and not _is_local(found):
-            return found
-    return "127.0.0.1"
+                while (left := end - time.monotonic()) > 0 and self.connection.poll(left):
+                    if not sock.recv(1 << 16):
+                        break
+            self.connection.close()
 
 
 def interface_address(name: str, *, inet6: str = "/proc/net/if_inet6") -> str:
@@ -425,30 +389,3 @@ def interface_address(name: str, *, inet6: str = "/proc/net/if_inet6") -> str:
             if device == name and scope == _GLOBAL_SCOPE:
                 return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     return ""
-
-
-def _resolved(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return [str(one[4][0]) for one in found]
-
-
-def _route(towards: str) -> str:
-    """Return the address that packets to another node leave with; none is sent."""
-    for one in _resolved(towards)[:1] if towards else []:
-        family = socket.AF_INET6 if ":" in one else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect((one, 9))
-            return str(probe.getsockname()[0])
-    return ""
-
-
-def _is_local(address: str) -> bool:
-    """Return whether no other machine can use an address: loopback, or of one link alone."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return True
-    return found.is_loopback or found.is_link_local or found.is_unspecified

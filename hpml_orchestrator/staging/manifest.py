@@ -1,24 +1,29 @@
 """The record of published data, by which a later stager checks that it is complete.
 
 A file of two lines of JSON: the manifest, with a BLAKE2b-128 of the second line; and the listing.
-Names that are not UTF-8 keep their bytes; the digests form one string of hexadecimal digits.
+Names that are not UTF-8 keep their bytes; the digests form one string of hexadecimal digits. They
+are XXH3-128 where the interpreter has xxhash, else BLAKE2b with 128 bits: the node agent runs
+without site-packages, and loads xxhash from those of its interpreter anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import stat
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
-from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import (
     PATHS_TOLD,
     StagingStopped,
@@ -26,16 +31,88 @@ from hpml_orchestrator.staging.faults import (
     shown,
     why,
 )
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES, hashed, hashing_named
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.workers import run_forked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
+    from types import ModuleType
 
-    from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.source import Buffer
+
+DIGEST_BYTES = 16
+
+
+class Digest(Protocol):
+    """A digest under construction, as in hashlib."""
+
+    def update(self, data: Buffer, /) -> object:
+        """Take more data."""
+
+    def digest(self) -> bytes:
+        """Return the 16 bytes."""
+
+
+class Hashing(NamedTuple):
+    """A way to hash; `name` is "xxh3_128" or "blake2b_128"."""
+
+    name: str
+    new: Callable[[], Digest]
+
+
+def _blake2b() -> Digest:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+@functools.cache
+def hashing() -> Hashing:
+    """Return the fastest hashing that this interpreter has."""
+    return hashing_named("xxh3_128") or Hashing("blake2b_128", _blake2b)
+
+
+def hashing_named(name: str) -> Hashing | None:
+    """Return a hashing by its name; None if this interpreter does not have it."""
+    if name == "blake2b_128":
+        return Hashing(name, _blake2b)
+    module = _xxhash()
+    return Hashing(name, module.xxh3_128) if name == "xxh3_128" and module else None
+
+
+def hashed(blocks: Iterable[Buffer], how: Hashing) -> bytes:
+    """Return the digest of blocks of bytes."""
+    digest = how.new()
+    for data in blocks:
+        digest.update(data)
+    return digest.digest()
+
+
+def _xxhash() -> ModuleType | None:
+    try:
+        return importlib.import_module("xxhash")
+    except ImportError:
+        pass
+    # The agent runs with -S, so sys.path has no site-packages. Only this one package is loaded from
+    # there: the rest of the user's environment stays out of the agent.
+    prefix = os.path.dirname(os.path.dirname(sys.executable))
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    places = [f"{prefix}/{lib}/{version}/site-packages" for lib in ("lib", "lib64")]
+    spec = importlib.machinery.PathFinder.find_spec("xxhash", places)
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as the import system does: the package imports its own parts.
+    sys.modules["xxhash"] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError:  # built for another Python
+        del sys.modules["xxhash"]
+        return None
+    return module
+
 
 _MOST_WORKERS = 16
+_MOST_TASKS = 1024
 
 
 @dataclass(frozen=True)
@@ -83,7 +160,6 @@ class Manifest:
         bytes: sum of the sizes of its files.
         files: number of names of files.
         digest: of the tree, as "xxh3_128:<hex>"; "" without hashing.
-        options: what else decides whether the data can be reused.
         listing: the contents.
     """
 
@@ -94,7 +170,6 @@ class Manifest:
     bytes: int
     files: int
     digest: str = ""
-    options: Mapping[str, object] = field(default_factory=dict)
     listing: Listing = field(default_factory=Listing)
 
     def write(self, path: str) -> None:
@@ -107,7 +182,7 @@ class Manifest:
         body = json.dumps(listing, ensure_ascii=False).encode("utf-8", "surrogateescape")
         head = {**vars(self), "schema_version": SCHEMA_VERSION, "body": _sum(body)}
         del head["listing"]
-        write_text(path, json.dumps(head, default=dict).encode() + b"\n" + body)
+        write_text(path, json.dumps(head).encode() + b"\n" + body)
 
     @classmethod
     def read(cls, path: str) -> Manifest | None:
@@ -226,7 +301,7 @@ def damage_path(data: str) -> str:
 
 
 def published_manifest(data: str) -> Manifest | None:
-    """Read the manifest of published data, or of the entry that a job's link leads to."""
+    """Read the manifest of published data."""
     return Manifest.read(manifest_path(data))
 
 
@@ -276,7 +351,7 @@ def verify(
     workers: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> VerifyReport:
-    """Compare published data, or the target of a job's link, with its manifest.
+    """Compare published data with its manifest.
 
     Damaged data is marked, so that it is not used again and `clean` may remove it.
 
@@ -334,21 +409,33 @@ def _compare(
     report: VerifyReport,
     should_stop: Callable[[], bool],
 ) -> None:
-    def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
-        for number in iter(take, None):
+    def faults(task: int) -> list[tuple[str, str]]:
+        found = []
+        for number in numbers[task::tasks]:
             name = listing.files[number]
             try:
-                found = content_digest(f"{path}/{name}", how)
+                same = content_digest(f"{path}/{name}", how) == listing.digests[number]
             except OSError as error:
-                tell(name, why(error))
+                found.append((name, why(error)))
             else:
-                if found != listing.digests[number]:
-                    tell(name, "its contents differ from what was staged")
+                if not same:
+                    found.append((name, "its contents differ from what was staged"))
+        return found
+
+    def add(found: list[tuple[str, str]]) -> None:
+        for name, fault in found:
+            report.add(name, fault)
 
     def heartbeat() -> None:
         if should_stop():
             raise StagingStopped
 
     heartbeat()
-    count = max(1, min(workers, len(numbers)))
-    run_crew(count, work, numbers, on_report=report.add, heartbeat=heartbeat)
+    tasks = min(_MOST_TASKS, len(numbers))
+    run_forked(
+        tasks,
+        lambda _report: contextlib.nullcontext(faults),
+        workers=max(1, min(workers, tasks)),
+        on_result=add,
+        heartbeat=heartbeat,
+    )

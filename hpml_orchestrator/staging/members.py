@@ -8,6 +8,7 @@ relative to a descriptor of the target, and symbolic links are made last.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
@@ -21,6 +22,9 @@ from hpml_orchestrator.staging.plan import (
     link_fault,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MOST_MEMBERS = 10_000_000
 _HARMLESS_BYTES = 512 << 20
 _HONEST_RATIO = 250
@@ -33,6 +37,10 @@ _REPACK = "repack the archive with plain relative names"
 _TWICE = (
     "the archive holds several states of a file, as `tar -r` and `tar -u` make it: unpack it, "
     "which leaves the last of them, and stage the directory or a new archive of it"
+)
+_SHARDS = (
+    "kind: tree (as an option --kind tree) leaves the shards packed, for a program that reads them "
+    "itself, as webdataset does"
 )
 
 
@@ -51,9 +59,23 @@ class Members:
         source: the archive, for errors.
         mtime_ns: of the top and of directories that are only implied.
         outside_links: take symbolic links that leave the root as they are.
+        shard_of: returns the name of the shard of a file of the plan, by its number.
+
+    Attributes:
+        shard: name of the shard whose members come; "" if there is one archive.
     """
 
-    def __init__(self, source: str, mtime_ns: int, *, outside_links: bool = False) -> None:
+    shard = ""
+
+    def __init__(
+        self,
+        source: str,
+        mtime_ns: int,
+        *,
+        outside_links: bool = False,
+        shard_of: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        self.shard_of = shard_of
         self.plan = CopyPlan(source, TreeEntry("", 0o755, mtime_ns))
         self.problems = Problems(f"cannot unpack {shown(source)}")
         self.total_bytes = 0
@@ -111,7 +133,7 @@ class Members:
                 self._again(TreeEntry(path, mode, _time(mtime_ns)))
                 return
             if there is not None:
-                raise RefusedError("is in the archive twice", _TWICE)
+                raise self._twice(path)
             self._below(path)
             self._add_directory(TreeEntry(path, mode, _time(mtime_ns)))
         except RefusedError as error:
@@ -163,10 +185,18 @@ class Members:
         # Most of the millions of names in an archive need no cleaning, so test for that first.
         path = name if is_plain(name) else plain_name(name)
         if path in self._kinds:
-            raise RefusedError("is in the archive twice", _TWICE)
+            raise self._twice(path)
         if path.rpartition("/")[0] != self._parent:
             self._below(path)
         return path
+
+    def _twice(self, path: str) -> RefusedError:
+        at = next((n for n, one in enumerate(self.plan.files) if one.path == path), -1)
+        first = self.shard_of(at) if at >= 0 else self.shard
+        if first == self.shard:
+            return RefusedError("is in the archive twice", _TWICE)
+        reason = f"is in {shown(first)} and in {shown(self.shard)}"
+        return RefusedError(reason, _SHARDS)
 
     def _below(self, path: str) -> None:
         parent = path.rpartition("/")[0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.faults import brief, shown
+from hpml_orchestrator.staging.faults import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,7 @@ SUFFIXES = {**dict.fromkeys(TAR_SUFFIXES, "tar"), ".zip": "zip"}
 _WORDS = frozenset({AUTO, "shm", "local"})
 _NAME_CHARACTERS = 31
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 
@@ -156,19 +158,6 @@ class Bases:
         return base
 
 
-def target_path(base: str, uid: int, job_key: str, name: str) -> str:
-    """Return where data is published; the batch script builds the same text.
-
-    Raises:
-        InputError: the job key is not a plain file name.
-
-    >>> target_path("/dev/shm", 1000, "4711.0", "train")
-    '/dev/shm/hpml-1000/4711.0/train'
-    """
-    check_job_key(job_key)
-    return f"{base.rstrip('/')}/hpml-{uid}/{job_key}/{name}"
-
-
 def check_job_key(job_key: str) -> None:
     """Refuse a job key that is not a plain, visible file name."""
     if not _JOB_KEY.fullmatch(job_key):
@@ -236,35 +225,54 @@ def _is_packed(directory: str) -> bool:
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))
 
 
-def requests_for(
-    sources: Sequence[str],
-    to: str,
-    *,
-    name: str = "",
-    **options: Any,
-) -> list[StageRequest]:
+def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[StageRequest]:
     """Return a request for each source, named after the last part of its path.
 
-    Sources may be relative paths; `name` is for the only source, `options` are fields of all.
+    Sources may be relative paths; `options` are fields of all.
 
     Raises:
-        InputError: a source is missing, two have the same name, or a value is wrong.
+        InputError: a source is missing, or a value is wrong.
     """
     if not sources:
         raise InputError("must be given", field="SRC", hint="hpml stage data --to shm")
     for source in sources:
         if not source or "\0" in source:
             raise InputError("must name a directory or a file", field="SRC", value=source)
-    if name and len(sources) > 1:
-        raise InputError(
-            f"names one source, and there are {len(sources)}", field="--name", value=name
-        )
+        if hint := download_hint(source, "."):
+            raise InputError("hpml stages files, not URLs", field="SRC", value=source, hint=hint)
     target = _target(to)
-    names = [name] if name else names_of(sources)
     return [
-        StageRequest(one, os.path.abspath(source), target=target, **options)
-        for one, source in zip(names, sources)
+        StageRequest(name_of(source), os.path.abspath(source), target=target, **options)
+        for source in sources
     ]
+
+
+def download_hint(source: str, directory: str) -> str:
+    """Return how to download a source that is a URL; empty if it is none.
+
+    Args:
+        source: what is to be staged.
+        directory: where the download goes.
+
+    >>> download_hint("s3://bucket/images", "/data"), download_hint("/data/images", "/data")
+    ('download it before: `aws s3 cp --recursive s3://bucket/images /data/images`', '')
+    """
+    match = _URL.fullmatch(source)
+    if match is None:
+        return ""
+    scheme, path = match[1].lower(), match[2]
+    if scheme == "file":
+        return f"write the path: {shown(path)}"
+    name = os.path.basename(path.partition("?")[0].rstrip("/")) or "data"
+    quoted, to = shlex.quote(source), shlex.quote(os.path.join(directory, name))
+    recursive = "" if "." in name else "--recursive "  # one object, or all below it
+    commands = {
+        "s3": f"aws s3 cp {recursive}{quoted} {to}",
+        "gs": f"gcloud storage cp {recursive}{quoted} {to}",
+        **dict.fromkeys(("http", "https", "ftp"), f"wget -O {to} {quoted}"),
+    }
+    command = commands.get(scheme, f"rclone copy REMOTE:{shlex.quote(path)} {to}")
+    return f"download it before: `{command}`"
 
 
 def name_of(source: str) -> str:
@@ -284,21 +292,6 @@ def name_of(source: str) -> str:
     return plain[:_NAME_CHARACTERS]
 
 
-def names_of(sources: Sequence[str]) -> list[str]:
-    """Return a name for each source; refuses two that would have the same."""
-    whose: dict[str, str] = {}
-    for source in sources:
-        name = name_of(source)
-        if name in whose:
-            raise InputError(
-                f"{shown(whose[name])} and {shown(source)} would both be named {name}",
-                field="SRC",
-                hint="stage them with separate commands, each with --name",
-            )
-        whose[name] = source
-    return list(whose)
-
-
 def _target(to: str) -> str:
     if to in _WORDS:
         return to
@@ -307,6 +300,6 @@ def _target(to: str) -> str:
             "must be auto, shm, local or the path of a directory",
             field="--to",
             value=to,
-            hint=f"a directory of that name: --to {brief(f'./{to}')}" if to else "",
+            hint=f"a directory of that name: --to {shown(f'./{to}')}" if to else "",
         )
     return os.path.abspath(to)

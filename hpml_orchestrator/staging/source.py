@@ -10,7 +10,7 @@ import itertools
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
+
+Buffer = Union[bytes, bytearray, memoryview]
 
 BLOCK_BYTES = 1 << 20
 """How much is read, hashed and written at a time: larger blocks do not fit a core's cache."""
+
+_PIECE_BYTES = 512 << 10  # hashed and written while it is in the core's cache
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
@@ -190,7 +193,7 @@ class _TreeReader:
                     yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]
                     at += min(BLOCK_BYTES, start - at)
                 while at < stop:
-                    view = self._buffer()[: min(BLOCK_BYTES, stop - at)]
+                    view = self._buffer()[: min(_PIECE_BYTES, stop - at)]
                     count = os.preadv(fd, (view,), at)
                     if not count:
                         raise SourceChangedError

@@ -1,4 +1,4 @@
-"""Stages one request: cache, plan, room, copy, verify, publish.
+"""Stages one request: look for the data, plan, check the room, copy, verify, publish.
 
 `CopyStager.stage` does these in order. A `Supply` brings the data: this node reads the source, or
 the nodes of a chain forward it.
@@ -7,41 +7,233 @@ the nodes of a chain forward it.
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
 import os
 import secrets
+import stat
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.area import JobArea
-from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry, StagingStopped, request_error, shown, why
-from hpml_orchestrator.staging.files import BusyError, NameLock, remove_tree
-from hpml_orchestrator.staging.manifest import damage_path, manifest_path, published_manifest
-from hpml_orchestrator.staging.progress import CopyProgress
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
-from hpml_orchestrator.staging.space import (
-    Need,
-    Room,
-    capacity_at,
-    check_room,
-    room_at,
+from hpml_orchestrator.staging.manifest import (
+    Listing,
+    Manifest,
+    hashing,
+    manifest_path,
+    tree_digest,
 )
-from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
-from hpml_orchestrator.staging.supply import SOURCE_KEY, LocalSupply, Supply, open_source
+from hpml_orchestrator.staging.request import (
+    Bases,
+    StageRequest,
+    StageResult,
+    check_job_key,
+    kind_of,
+    name_of,
+)
+from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.space import Need, Room, capacity_at, check_room, room_at
+from hpml_orchestrator.staging.store import (
+    DATA,
+    PARTIAL,
+    NodeStore,
+    base_above,
+    job_of,
+    remove_tree,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from hpml_orchestrator.staging.area import StoreEntry
-    from hpml_orchestrator.staging.manifest import Manifest
-    from hpml_orchestrator.staging.progress import OnProgress
+    from hpml_orchestrator.staging.copy import OnProgress
+    from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.source import Source
+    from hpml_orchestrator.staging.store import Entry
+
+_KEY_BYTES = 16
+
+
+def open_source(
+    request: StageRequest, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
+) -> Source:
+    """Return the source that a request names.
+
+    Args:
+        request: what to stage.
+        retry: calls again after faults that pass.
+        most_bytes: scanning an archive stops when it holds more.
+        opens_per_second: most entries of a tree that are looked at per second; 0 for any.
+
+    Raises:
+        InputError: the source is not of the request's kind.
+        StagingError: this node lacks what it takes to read it.
+        OSError: the source cannot be looked at.
+    """
+    kind = retry(lambda: kind_of(request))
+    path, outside_links = request.source, request.outside_links
+    if kind in {"tree", "file"}:
+        follow, rate = request.follow_links, opens_per_second
+        links = {"outside_links": outside_links, "follow_links": follow}
+        return TreeSource(path, retry, kind, rate=rate, **links)
+    from hpml_orchestrator.staging.archives import (  # noqa: PLC0415 - few sources are archives
+        TarSource,
+        ZipSource,
+    )
+
+    if kind == "zip":
+        return ZipSource(path, retry, outside_links=outside_links)
+    return TarSource(path, kind, retry, most_bytes=most_bytes, outside_links=outside_links)
+
+
+class Supply(ABC):
+    """Brings the data of a request to this node, from the source or through a chain.
+
+    All methods but `fail` may raise StagingError and OSError.
+
+    Attributes:
+        request: what is staged.
+        method: how the data comes: "copy", "unpack" or "chain".
+        is_filled: whether `fill` brought the data, which have been published.
+    """
+
+    method: str
+
+    def __init__(self, request: StageRequest) -> None:
+        self.request = request
+        self.is_filled = False
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The source's kind, as in the manifest."""
+
+    @abstractmethod
+    def plan(self) -> CopyPlan:
+        """Return the plan of the copy; scan the source at the first call, and write nothing."""
+
+    @abstractmethod
+    def fill(
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
+    ) -> list[bytes]:
+        """Make all of the plan in an empty directory; return the digests of its files.
+
+        The caller removes the directory on errors.
+        """
+
+    @abstractmethod
+    def reuse(self) -> None:
+        """Do what other nodes need from this one; called instead of `fill` if it has the data."""
+
+    @abstractmethod
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Give the other nodes the reason why this one ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release its resources; may be called several times, also after errors."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the other nodes need this one, also if it has the data already."""
+        return self.method == "chain"
+
+    def entry_names(self, *, hashed: bool) -> list[str]:
+        """Return the names of suitable entries; the last is the name of an entry to be made."""
+        # A request without hashing is content with a copy that has digests.
+        digests, stem = (True,) if hashed else (True, False), name_of(self.request.source)
+        return [f"{stem}-{self._key(f'hash={each}')}" for each in digests]
+
+    def _key(self, *options: str) -> str:
+        """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
+
+        It covers the real path and its status, the kind, and the plan's fingerprint; with
+        `trust_mtime` only the status. Every Python has BLAKE2b: no name depends on it.
+        """
+        real = os.path.realpath(self.request.source)
+        info = os.stat(real)
+        digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+
+        def add(*values: object) -> None:
+            for value in values:
+                data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
+                # Length first, so that two different lists of values never form the same bytes.
+                digest.update(b"%d:" % len(data))
+                digest.update(data)
+
+        links = (self.request.outside_links, self.request.follow_links)
+        add(real, self.kind, links, options)
+        if not self.request.trust_mtime:
+            digest.update(self.plan().fingerprint)
+        if self.request.trust_mtime or not stat.S_ISDIR(info.st_mode):
+            add(info.st_size, info.st_mtime_ns, info.st_ino)
+        return digest.hexdigest()
+
+    def manifest(self, digests: list[bytes]) -> Manifest:
+        """Return the record of the copied data, with the digests of its files."""
+        request, plan = self.request, self.plan()
+        listing = Listing.of(plan, digests)
+        return Manifest(
+            request.name,
+            request.source,
+            self.kind,
+            self.method,
+            plan.bytes,
+            plan.file_count,
+            tree_digest(listing, hashing()),
+            listing=listing,
+        )
+
+
+class LocalSupply(Supply):
+    """This node reads the `source` by itself."""
+
+    def __init__(
+        self, request: StageRequest, source: Source, options: CopyOptions | None = None
+    ) -> None:
+        super().__init__(request)
+        self.source = source
+        self._options = options or CopyOptions()
+        self._plan: CopyPlan | None = None
+        self._open = True
+        self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
+
+    @property
+    def kind(self) -> str:
+        """The source's kind."""
+        return self.source.kind
+
+    def plan(self) -> CopyPlan:
+        """Scan the source at the first call; return the same plan later."""
+        if self._plan is None:
+            self._plan = self.source.plan()
+        return self._plan
+
+    def fill(
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
+    ) -> list[bytes]:
+        """Copy or unpack it."""
+        options = self._options
+        return copy(plan, self.source, partial_dir, options=options, retry=retry, progress=progress)
+
+    def reuse(self) -> None:
+        """No other node needs anything."""
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """No other node waits."""
+
+    def close(self) -> None:
+        """Close the source, once."""
+        if self._open:
+            self._open = False
+            self.source.close()
+
 
 _ROOM_TO_BEGIN = Need(1 << 20, 64)
-"""The room for the area and records of a job."""
+"""The room for the directories and records of a job."""
 
 _BUSY_SECONDS = 10.0
 """How long a node of a chain waits for another process of its job, such as the agent of an earlier
@@ -52,9 +244,9 @@ class CopyStager:
     """Copies into a hidden directory and renames it when it is complete.
 
     Args:
-        job_key: names the job on this node.
+        job_key: names the job on this node; "" for a person, whose data stay.
+        on_several_nodes: other nodes stage the same, and the paths should be equal.
         bases: the directories of "shm" and "local".
-        owner_pid: the process whose end makes the data stale; the calling one if left out.
         should_stop: called per file and per MiB; True ends staging with StagingStopped.
         on_progress: called with (bytes, files, total bytes, total files) at most once a second.
         room: measures the room in a directory.
@@ -65,25 +257,27 @@ class CopyStager:
 
     def __init__(
         self,
-        job_key: str,
+        job_key: str = "",
         *,
+        on_several_nodes: bool = False,
         bases: Bases | None = None,
-        owner_pid: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         on_progress: OnProgress | None = None,
         sleep: Callable[[float], None] = time.sleep,
         room: Callable[[str], Room] = room_at,
         options: CopyOptions | None = None,
     ) -> None:
+        if job_key:
+            check_job_key(job_key)
         self._job_key = job_key
+        self._on_several_nodes = on_several_nodes
         self._bases = bases or Bases()
-        self._owner_pid = owner_pid
         self._retry = Retry(sleep, should_stop)
         self._on_progress = on_progress
         self._room = room
         self.options = options or CopyOptions()
-        self._areas: dict[str, JobArea] = {}
-        self._leases: dict[str, StoreEntry] = {}
+        self._stores: dict[str, NodeStore] = {}
+        self._leases: dict[str, Entry] = {}
         self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
@@ -106,26 +300,16 @@ class CopyStager:
         begin = time.monotonic()
         try:
             self._retry.check_stop()
-            unopened = self._unopened(request.target)
-            unopened.store.check_base()
-            unopened.check_apart(request)
-            area = self.area(request.target)
+            _check_apart(request, self._unopened(request.target))
+            store = self.store(request.target)
             if supply is None:
                 supply = self.local(request, request.target)
-            # Two locks, always in this order: the job's for the name, then the store's for the
-            # entry. Ranks and later commands of the job wait at the first one, other jobs at the
-            # second.
-            with self._lock_of(supply, area) as lock:
-                if supply.is_collective:
-                    supply.plan()  # an exchange between all nodes, those with the data included
-                manifest = self._linked(supply, area)
-                # A link left by an earlier request of this job is the fast way: its data need one
-                # comparison of names and sizes.
-                if manifest is None:
-                    manifest = self._obtained(supply, area, lock)
-                # The other nodes of a chain may need the data all the same.
-                if not supply.is_filled:
-                    supply.reuse()
+            if supply.is_collective:
+                supply.plan()  # an exchange between all nodes, those with the data included
+            entry, manifest = self._obtained(supply, store)
+            # The other nodes of a chain may need the data all the same.
+            if not supply.is_filled:
+                supply.reuse()
         except BaseException as error:
             known = request_error(request.name, request.source, error)
             if supply is not None:
@@ -137,171 +321,119 @@ class CopyStager:
         finally:
             if supply is not None:
                 supply.close()
-        path = area.path_of(request.name)
         evicted, self._evicted = tuple(self._evicted), []
         return StageResult(
             name=request.name,
-            path=path,
+            path=entry.data,
             bytes=manifest.bytes,
             files=manifest.files,
             seconds=time.monotonic() - begin,
             method=manifest.method,
             reused=not supply.is_filled,
             digest=manifest.digest,
-            kept=not job_of(os.path.dirname(os.path.realpath(path))),
+            kept=not job_of(entry.path),
             evicted=evicted,
             broken_links=sum(
-                not os.path.exists(f"{path}/{name}") for name, _ in manifest.listing.symlinks
+                not os.path.exists(f"{entry.data}/{name}") for name, _ in manifest.listing.symlinks
             ),
         )
 
-    @contextlib.contextmanager
-    def _lock_of(self, supply: Supply, area: JobArea) -> Iterator[NameLock]:
-        request = supply.request
-        lock = NameLock(
-            f"{area.path}/.{request.name}.lock",
-            self._retry,
-            on_wait=self._on_progress,
-            most_seconds=_BUSY_SECONDS if supply.is_collective else None,
-        )
-        try:
-            with lock:
-                yield lock
-        except BusyError as error:
-            raise StagingError(
-                f"another process of this job stages {request.name} in {shown(area.path)}, "
-                "maybe on another node",
-                hint="the target must be a directory of each node's own",
-            ) from error
-
-    def _linked(self, supply: Supply, area: JobArea) -> Manifest | None:
-        """Return the manifest of the complete data that the job's name links to.
-
-        A link to nothing, to damaged data or to those of a source that has changed is removed.
-        """
-        path = area.path_of(supply.request.name)
-        if not os.path.lexists(path):
-            return None
-        key = linked_key(path)
-        manifest = published_manifest(path) if key and os.path.exists(path) else None
-        if manifest is not None and not supply.is_source_of(manifest):
-            raise InputError(
-                f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that name",
-                field="name",
-                value=supply.request.name,
-                hint="give it another name (--name); `hpml stage clean --mine` removes what "
-                "this shell staged",
-            )
-        if manifest is not None and not self._is_outdated(manifest, supply):
-            entry = area.take(key, create=False)
-            if entry is not None:
-                manifest = whole(entry.data)
-                if manifest is not None:
-                    self._hold(entry)
-                    return manifest
-                entry.release()
-        remove_tree(path)
-        return None
-
-    def _obtained(self, supply: Supply, area: JobArea, lock: NameLock) -> Manifest:
-        """Link the job's name to an entry with the data: found, waited for, or made.
+    def _obtained(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest]:
+        """Hold an entry with the data: found, waited for, or made.
 
         The job's own entry is made if the data go with the job, if the kept ones are damaged but
         other jobs use them, and if waiting for another job could delay other nodes.
         """
         request = supply.request
-
-        def fill(directory: str, entry_lock: NameLock) -> Manifest:
-            return self._publish(supply, area, directory, lock, entry_lock)
-
-        keys = []
+        stem = name_of(request.source)
+        kept: list[str] = []
         if request.trust_mtime or not supply.plan().at_least:
-            keys = supply.entry_keys(hashed=self.options.hash)
-        made = own = own_key(request.name, area.job_key)
-        if request.keep and keys:
-            made = keys[-1]
-        for key in (*keys, own):
-            # The job's own entry may be out of date or damaged: `_linked` would have returned a
-            # good one.
-            if key == own:
-                self._release(f"{area.store.cache}/{own}")
-                area.drop(own)
-            obtained = area.obtain(
-                key,
-                fill if key in {made, own} else None,
+            kept = supply.entry_names(hashed=self.options.hash)
+            stem = kept[-1]
+        own = f"{stem}@{self._job_key}" if self._job_key else f"{stem}-2"
+        made = {own, *(kept[-1:] if request.keep else ())}
+        if self._on_several_nodes:  # what only some of them have would have another path there
+            kept = [name for name in kept if name in made]
+
+        def fill(entry: Entry) -> Manifest:
+            return self._publish(supply, store, entry)
+
+        for name in (*kept, own):
+            patience = float("inf")
+            if supply.is_collective:
+                # Two chains that wait for each other on two nodes would never end.
+                patience = _BUSY_SECONDS if name == own else 0.0
+            if name == own and (lease := self._leases.pop(f"{store.path}/{own}", None)):
+                lease.release()
+            found = store.obtain(
+                name,
+                fill if name in made else None,
                 self._retry,
-                waits=not supply.is_collective,
-                on_progress=self._on_progress,
+                patience=patience,
+                on_wait=self._on_progress,
             )
-            if obtained is not None:
-                break
-        assert obtained is not None  # noqa: S101 - a job always gets its own entry
-        entry, manifest = obtained
-        try:
-            # The entry is leased and complete before the job's name leads to it.
-            entry.link_from(area.path_of(request.name))
-        except BaseException:
-            entry.release()
-            raise
-        self._hold(entry)
-        return manifest
+            if found is not None:
+                entry = self._held(found[0])
+                if not self._job_key:
+                    entry.keep_by_hand()
+                return entry, found[1]
+        raise StagingError(
+            f"another process of this job stages {request.name} in {shown(store.path)}, "
+            "maybe on another node",
+            hint="the target must be a directory of each node's own",
+        )
 
-    def _publish(self, supply: Supply, area: JobArea, directory: str, *locks: NameLock) -> Manifest:
-        """Copy the data into an entry's directory; they appear when they are complete.
-
-        The locks carry the progress, for processes that wait.
-        """
-        supply.source_key  # noqa: B018 - computed now, so that later changes of the source show
-        there = self._room(directory)
+    def _publish(self, supply: Supply, store: NodeStore, entry: Entry) -> Manifest:
+        """Copy the data into an entry; they appear when they are complete."""
+        there = self._room(entry.path)
         need = supply.plan().need(there.block_bytes, there.inode_bytes)
-        name, where = supply.request.name, area.store.base
+        name, where = supply.request.name, store.base
         if need.at_least:  # the plan has only a part of the data, too large already
             check_room(need, replace(there, bytes=0), name=name, where=where)
         # Kept data goes only now, when the data are known to come, and only if that makes enough
         # room.
-        self._make_room(area, need, directory)
+        self._make_room(store, need, entry.path)
         # A node of a chain has one try: the data have passed by when it fails.
         for again in (not supply.is_collective, False):
             try:
-                check_room(need, self._room(directory), name=name, where=where)
-                return self._copy(supply, directory, locks)
+                check_room(need, self._room(entry.path), name=name, where=where)
+                return self._copy(supply, entry)
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
                 # Something else may have used up the room since the check. Make more by removing
                 # unused kept data, once.
-                if not again or not self._make_room(area, need, directory):
+                if not again or not self._make_room(store, need, entry.path):
                     raise
         raise AssertionError
 
-    def _make_room(self, area: JobArea, need: Need, directory: str) -> bool:
+    def _make_room(self, store: NodeStore, need: Need, directory: str) -> bool:
         """Remove unused kept data if that makes enough room; return whether any was removed."""
-        removed = area.store.make_room(need, lambda: self._room(directory))
+        removed = store.make_room(need, lambda: self._room(directory))
         self._evicted += removed
         return bool(removed)
 
-    def _copy(self, supply: Supply, directory: str, locks: tuple[NameLock, ...]) -> Manifest:
+    def _copy(self, supply: Supply, entry: Entry) -> Manifest:
+        def report(*figures: int) -> None:
+            entry.tell(*figures)
+            if self._on_progress is not None:
+                self._on_progress(*figures)
+
         plan = supply.plan()
-        progress = CopyProgress(functools.partial(self._report, locks))
+        progress = CopyProgress(report)
         progress.expect(plan.bytes, len(plan.files))
-        target = f"{directory}/{DATA}"
-        partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
+        partial = f"{entry.path}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
             digests = supply.fill(plan, partial, retry=self._retry, progress=progress)
             manifest = supply.manifest(digests)
             # The manifest is on disk before the data get their name. A crash in between leaves a
-            # manifest without data, which means nothing; data without a manifest would be removed
-            # as damaged.
-            manifest.write(manifest_path(target))
+            # manifest without data, which means nothing.
+            manifest.write(manifest_path(entry.data))
             self._retry.check_stop()
-            # The mark of earlier damage goes before the new data appear, or they would count as
-            # damaged.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(damage_path(target))
-            os.rename(partial, target)
+            os.rename(partial, entry.data)
             # The rename itself is on disk only after this.
-            fsync_dir(directory)
+            fsync_dir(entry.path)
             progress.finish()
         except BaseException:
             with contextlib.suppress(OSError):
@@ -309,18 +441,6 @@ class CopyStager:
             raise
         supply.is_filled = True
         return manifest
-
-    def _report(self, locks: tuple[NameLock, ...], *figures: int) -> None:
-        for lock in locks:
-            lock.tell(*figures)
-        if self._on_progress is not None:
-            self._on_progress(*figures)
-
-    def _is_outdated(self, manifest: Manifest, supply: Supply) -> bool:
-        """Return whether the source has changed since it was staged, or digests are missing."""
-        if self.options.hash and not manifest.digest:
-            return True
-        return manifest.options.get(SOURCE_KEY) != supply.source_key
 
     def has(self, target: str, supply: Supply) -> bool:
         """Return whether a copy of a request's data is at a target already.
@@ -330,12 +450,8 @@ class CopyStager:
         """
         if supply.plan().at_least:
             return False
-        area = self._unopened(target)
-        manifest = published_manifest(area.path_of(supply.request.name))
-        if manifest is not None and supply.is_source_of(manifest):
-            return not self._is_outdated(manifest, supply)
-        keys = supply.entry_keys(hashed=self.options.hash)
-        return any(os.path.exists(f"{area.store.cache}/{key}/{DATA}") for key in keys)
+        store, names = self._unopened(target), supply.entry_names(hashed=self.options.hash)
+        return any(os.path.exists(f"{store.path}/{name}/{DATA}") for name in names)
 
     def refusal(self, target: str) -> str:
         """Return why "shm" or "local" cannot be used at all; "" if it can."""
@@ -343,7 +459,7 @@ class CopyStager:
         if not base:
             return "this node has no such directory"
         try:
-            self._unopened(target).store.check_base()
+            self._unopened(target).check_base()
             self.room_without_idle(target)
         except (HpmlError, OSError) as error:  # a root that belongs to another user, for example
             return str(error) if isinstance(error, HpmlError) else f"{base}: {why(error)}"
@@ -355,35 +471,35 @@ class CopyStager:
         Leftovers of this user's dead jobs are removed first.
 
         Raises:
-            StagingError: the root is not ours to use.
+            StagingError: the store is not ours to use.
             OSError: the room cannot be measured.
         """
-        area = self._unopened(target)
-        area.remove_stale()
-        return area.store.room_without_idle(self._room(area.store.base))
+        store = self._unopened(target)
+        store.sweep()
+        return store.room_without_idle(self._room(store.base))
 
-    def area(self, target: str) -> JobArea:
-        """Return the open area of a target; remove leftovers of dead jobs when opening it."""
-        base = self._bases.resolve(target)
-        if base not in self._areas:
-            area = self._unopened(target)
-            try:
-                area.open()
-            except StagingError:  # kept data may occupy the very last block
-                removed = []
-                with contextlib.suppress(HpmlError, OSError):
-                    removed = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
-                if not removed:
-                    raise
-                self._evicted.extend(removed)
-                area.open()
-            self._areas[base] = area
-            area.remove_stale()
-        return self._areas[base]
+    def store(self, target: str) -> NodeStore:
+        """Return the store of a target, without leftovers of dead jobs.
 
-    def _unopened(self, target: str) -> JobArea:
+        Raises:
+            InputError: the base is not a directory, or on a file system that nodes share.
+            StagingError: the store is not ours to use.
+        """
         base = self._bases.resolve(target)
-        return JobArea(base, self._job_key, owner_pid=self._owner_pid)
+        if base not in self._stores:
+            store = self._unopened(target)
+            if os.path.isabs(target) and os.path.isdir(os.path.dirname(target.rstrip("/"))):
+                with contextlib.suppress(OSError):  # what is wrong with it is said below
+                    os.mkdir(target)
+            store.check_base()
+            store.sweep()
+            # Kept data may occupy the very last block.
+            self._make_room(store, _ROOM_TO_BEGIN, base)
+            self._stores[base] = store
+        return self._stores[base]
+
+    def _unopened(self, target: str) -> NodeStore:
+        return NodeStore(self._bases.resolve(target))
 
     def local(self, request: StageRequest, *targets: str) -> LocalSupply:
         """Return a supply that reads the source; an archive only as far as a target could hold it.
@@ -396,49 +512,66 @@ class CopyStager:
         source = open_source(request, self._retry, most, opens_per_second=rate)
         return LocalSupply(request, source, self.options)
 
-    def hold(self, request: StageRequest) -> None:
-        """Use what another process of this job has published, whatever has become of its source.
+    def directory(self, target: str) -> str:
+        """Return the directory for what the job writes at a target; it is made if it is not there.
 
         Raises:
             InputError, StagingError: the target cannot be used.
         """
-        area = self.area(request.target)
-        entry = area.take(linked_key(area.path_of(request.name)), create=False)
-        if entry is not None:
-            self._hold(entry)
+        entry = self.store(target).lock(f"@{self._job_key}", exclusive=False, create=True)
+        assert entry is not None  # noqa: S101 - made
+        return self._held(entry).path
 
-    def _hold(self, entry: StoreEntry) -> None:
+    def hold(self, path: str) -> None:
+        """Use what another process of this job has published, whatever has become of its source.
+
+        Args:
+            path: of the data, or of a directory of the job.
+
+        Raises:
+            StagingError: the store cannot be used.
+        """
+        store = NodeStore(base_above(path))
+        self._stores.setdefault(store.base, store)
+        entry = store.lock(path[len(store.path) + 1 :].partition("/")[0], exclusive=False)
+        if entry is not None:
+            self._held(entry)
+
+    def _held(self, entry: Entry) -> Entry:
         if entry.path in self._leases:
             entry.release()
-        else:
-            self._leases[entry.path] = entry
-
-    def _release(self, *paths: str) -> None:
-        for path in paths or tuple(self._leases):
-            entry = self._leases.pop(path, None)
-            if entry is not None:
-                entry.release()
+        return self._leases.setdefault(entry.path, entry)
 
     def leave(self) -> None:
-        """End without removing data, which stays while its owner lives; remove an empty area."""
-        self._release()
-        for area in self._areas.values():
-            with contextlib.suppress(HpmlError):  # an earlier error is the one to report
-                if area.is_empty():
-                    area.cleanup()
-            area.close()
-        self._areas.clear()
+        """End without removing data."""
+        for entry in self._leases.values():
+            entry.release()
+        self._leases.clear()
+        for store in self._stores.values():
+            store.remove_if_empty()
+        self._stores.clear()
 
     def cleanup(self) -> None:
         """Remove this job's data from all targets; may be called several times.
 
-        Data that is kept for later jobs stays in the caches.
+        Data that is kept for later jobs stays, and what another process of this job still uses: the
+        last one removes it.
 
         Raises:
             StagingError: something cannot be removed; the other bases are cleaned all the same.
         """
-        self._release()
+        stores = [*self._stores.values()]
+        self.leave()
         with contextlib.ExitStack() as stack:
-            for area in self._areas.values():
-                stack.callback(area.cleanup)
-        self._areas.clear()
+            for store in stores:
+                for path in store.entries():
+                    if self._job_key and job_of(path) == self._job_key:
+                        stack.callback(store.remove, os.path.basename(path))
+
+
+def _check_apart(request: StageRequest, store: NodeStore) -> None:
+    """Refuse a request whose source contains the store, or is in it."""
+    source, target = os.path.realpath(request.source) + "/", os.path.realpath(store.path) + "/"
+    if target.startswith(source) or source.startswith(target):
+        message = "one of source and target contains the other; the target is "
+        raise InputError(message + shown(store.path), field="source", value=request.source)

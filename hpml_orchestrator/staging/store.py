@@ -1,69 +1,132 @@
-"""A user's directory on a node: areas of jobs, kept data, leases, and rules of removal.
+"""A user's staged data on a node: one directory per entry, with one flock on its `.lease`.
 
-    {base}/hpml-{uid}/            mode 0700
-        .hpml-staging             marker: nothing is removed in a directory without it
-        .lock                     held while areas and entries come and go
-        {job_key}/                the area of a job
-            .owner.json           the process that answers for it
-            .lease                shared flock: in use
-            .{name}.lock          one stager for this name at a time
-            {name}                a link to ../.cache/{key}/data
-        .cache/{key}/             an entry: the data of one source
-            .owner.json, .lease   as above; the lease's modification time is its last use
-            .data.lock            one stager for this entry at a time
-            .data.manifest        what was published
-            .data.damaged         `hpml stage verify` found damage
-            .data.partial-*       a copy in progress, or one whose stager died
-            data/                 the data
-        .new-*, .trash-*          a directory before and after its life
+    {base}/hpml-{uid}/       mode 0700
+        {entry}/             the data of one source, or what a job writes itself
+            .lease           exclusive while the entry is filled or removed, shared while it is
+                             used; its time is the last use, its text how far the copy is, and once
+                             it is complete the boot of the machine that has seen all contents
+            .data.manifest   what was published: written before the data get their name
+            .data.partial-*  a copy in progress, or one whose stager died
+            .data.damaged    `hpml stage verify` found damage
+            .by-hand         a person staged it: it stays until `hpml stage clean PATH`
+            data/            the data
 
-The key of an entry that is kept for later jobs is a digest of its source. Data that are removed
-with their job are in its own entry, with the key {name}@{job_key}. An entry is in use while a
-process holds its lease, and while the area of a living job links to it: a shell that has staged
-something uses the data without any process of hpml.
+An entry that outlives its job is named {name}-{digest of its source}. One that goes with its job is
+named {name}-{digest}@{job}; @{job} has the directories that the job writes to.
+
+The kernel releases a flock however its holder dies. So an entry whose lease is free is used by
+nobody, and whoever comes next removes it if it is incomplete or went with a job. What has no
+`.lease` is not ours and never removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import secrets
+import shutil
 import stat
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.mounts import SHARED_TYPES, file_system_type
-from hpml_orchestrator.records.owner import Owner, owner_is_alive
-from hpml_orchestrator.records.texts import age_text
+from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.staging.faults import is_directory, shown, why
-from hpml_orchestrator.staging.files import (
-    CREATE_OR_OPEN,
-    is_locked,
-    remove_tree,
-    try_lock,
-    unlock,
-)
-from hpml_orchestrator.staging.manifest import is_whole, published_manifest
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
 from hpml_orchestrator.staging.space import fits, room_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hpml_orchestrator.staging.copy import OnProgress
+    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.space import Need, Room
 
-MARKER = ".hpml-staging"
-DATA = "data"
-LOCK = ".lock"
-OWNER = ".owner.json"
-LEASE = ".lease"
-CACHE = ".cache"
-NEW, TRASH = ".new-", ".trash-"
-PARTIAL = f".{DATA}.partial-"
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    Fill = Callable[["Entry"], Manifest]
+    """Publishes data in an entry that this process holds alone."""
+
+CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_ATTEMPTS = 5
+
+
+def try_lock(fd: int, *, exclusive: bool) -> bool:
+    """Try to take a flock; False if another process holds it."""
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    try:
+        # flock, because the kernel releases it however its holder dies: no lock is ever stale.
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release a flock and close; explicit, because a forked child may share the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a file, or a directory that others may be removing too; no links are followed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if os.path.islink(path) or os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    for _ in range(_ATTEMPTS):
+        try:
+            _remove(path)
+        except PermissionError:  # a job may have made its directories read-only
+            _open_up(path)
+        except OSError:
+            continue  # a process was still creating files in it
+        else:
+            return
+    _remove(path)
+
+
+def _remove(path: str) -> None:
+    def fault(_call: object, _path: str, found: object) -> None:
+        error = found[1] if isinstance(found, tuple) else found
+        if isinstance(error, BaseException) and not isinstance(error, FileNotFoundError):
+            raise error
+
+    words: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": fault}
+    shutil.rmtree(path, **words)
+
+
+def _open_up(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.chmod(path, 0o700)
+    for directory, names, _ in os.walk(path):
+        for name in names:
+            full = os.path.join(directory, name)
+            if not os.path.islink(full):
+                with contextlib.suppress(OSError):
+                    os.chmod(full, 0o700)
+
+
+DATA, LEASE, BY_HAND = "data", ".lease", ".by-hand"
+PARTIAL, _MANIFEST = f".{DATA}.partial-", f".{DATA}.manifest"
+_POLL_SECONDS = 0.2  # with the tries of a lock
+_POLLS_PER_REPORT = 5
+_POLLS_OF_DAMAGED = 5
+_LEASE_BYTES = 256
+_TRIES, _TRY_SECONDS = 5, 0.02  # another process may only be looking whether a lease is free
+
+
+class BusyError(StagingError):
+    """Another process has the lease."""
+
+    def __init__(self) -> None:
+        super().__init__("another process is staging this")
 
 
 def base_above(path: str) -> str:
@@ -72,41 +135,124 @@ def base_above(path: str) -> str:
     return inside and (above or "/")
 
 
-def linked_key(path: str) -> str:
-    """Return the key of the entry that a path of a job links to; "" if it is not such a link."""
-    try:
-        parts = os.readlink(path).split("/")
-    except OSError:
-        return ""
-    return parts[2] if parts[:2] == ["..", CACHE] and parts[3:] == [DATA] else ""
-
-
-def own_key(name: str, job_key: str) -> str:
-    """Return the key of the entry of data that go with their job."""
-    return f"{name}@{job_key}"
-
-
 def job_of(entry: str) -> str:
     """Return the key of the job that an entry goes with; "" if it is kept for later jobs."""
     return os.path.basename(entry).partition("@")[2]
 
 
-def whole(data: str) -> Manifest | None:
-    """Return the manifest of published data if its names and sizes are right, else None."""
-    manifest = published_manifest(data)
-    return manifest if manifest is not None and is_whole(data, manifest) else None
+class Entry:
+    """An entry on whose lease this process has a lock.
+
+    Attributes:
+        path: its directory.
+        data: path of its published data, which may not exist yet.
+    """
+
+    def __init__(self, path: str, lease: int) -> None:
+        self.path = path
+        self.data = f"{path}/{DATA}"
+        self._lease = lease
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return os.path.basename(self.path)
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest if names and sizes of the data are right, else None."""
+        found = published_manifest(self.data)
+        return found if found is not None and is_whole(self.data, found) else None
+
+    def tell(self, *figures: int) -> None:
+        """Leave the progress of a copy for the processes that wait."""
+        self._write(" ".join(map(str, figures)))
+
+    def heard(self) -> list[int]:
+        """Return the progress that the holder of the lease has left; empty if none."""
+        words = os.pread(self._lease, _LEASE_BYTES, 0).split()
+        return [int(word) for word in words if word.isdigit()]
+
+    def trust(self) -> None:
+        """Note that all contents are as published, until the machine starts again."""
+        self._write(f"boot {boot_id()}")
+
+    def is_trusted(self) -> bool:
+        """Return whether `trust` was called since the machine started."""
+        words = os.pread(self._lease, _LEASE_BYTES, 0).decode(errors="replace").split()
+        return words == ["boot", boot_id()]
+
+    def _write(self, text: str) -> None:
+        # Others read meanwhile: the space ends the last word even if more of an older text follows.
+        data = f"{text} ".encode()
+        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
+            os.pwrite(self._lease, data, 0)
+            os.ftruncate(self._lease, len(data))
+
+    def keep_by_hand(self) -> None:
+        """Keep it until a person removes it."""
+        os.close(os.open(f"{self.path}/{BY_HAND}", CREATE_OR_OPEN, 0o600))
+
+    def share(self) -> bool:
+        """Make an exclusive lock a shared one; False if the entry was removed in between."""
+        # The kernel drops the one before it takes the other.
+        return _locked(self._lease, exclusive=False) and self.is_current()
+
+    def is_current(self) -> bool:
+        """Return whether the lease is still that of the entry."""
+        try:
+            return os.path.samestat(os.fstat(self._lease), os.lstat(f"{self.path}/{LEASE}"))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Give up the lease; the data stay until nobody needs them, or their room is needed."""
+        if self._lease >= 0:
+            with contextlib.suppress(OSError):  # read-only: only the order of eviction suffers
+                os.utime(self._lease)
+            unlock(self._lease)
+            self._lease = -1
+
+    def empty(self) -> None:
+        """Remove all but the lease, which this process has alone, and a person's mark."""
+        names = [name for name in os.listdir(self.path) if name not in {LEASE, BY_HAND}]
+        # The manifest first: what a crash leaves counts as incomplete.
+        for name in sorted(names, key=lambda name: (name != _MANIFEST, name)):
+            remove_tree(f"{self.path}/{name}")
+
+    def remove(self) -> None:
+        """Remove the entry, whose lease this process has alone."""
+        self.empty()
+        # The lease last: while it is there, another process cannot begin to fill the directory.
+        for name in (BY_HAND, LEASE):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self.path}/{name}")
+        _remove_empty(self.path)
+
+
+def _remove_empty(entry: str) -> None:
+    """Remove the directory of an entry and the store, unless another process uses them."""
+    for path in (entry, os.path.dirname(entry)):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+def _locked(lease: int, *, exclusive: bool) -> bool:
+    for _ in range(_TRIES):
+        if try_lock(lease, exclusive=exclusive):
+            return True
+        time.sleep(_TRY_SECONDS)
+    return False
 
 
 class NodeStore:
-    """The directory `{base}/hpml-{uid}`.
+    """The directory `{base}/hpml-{uid}`; raises StagingError if it is not ours to use.
 
     Args:
         base: an absolute directory on the node, for example /dev/shm.
-        proc_root: where to look for processes and mounts.
+        proc_root: where to look for mounts.
 
     Attributes:
         path: of the directory.
-        cache: of its entries.
     """
 
     def __init__(self, base: str, *, proc_root: str = "/proc") -> None:
@@ -114,8 +260,7 @@ class NodeStore:
             raise InputError("must be an absolute path", field="target", value=base)
         self.base = base
         self.path = f"{base.rstrip('/')}/hpml-{os.getuid()}"
-        self.cache = f"{self.path}/{CACHE}"
-        self.proc_root = proc_root
+        self._proc_root = proc_root
 
     def check_base(self) -> None:
         """Refuse a base that is not a directory or that nodes share.
@@ -126,7 +271,7 @@ class NodeStore:
         """
         if not is_directory(self.base):
             raise InputError("no such directory on this node", field="target", value=self.base)
-        kind = file_system_type(self.base, proc_root=self.proc_root)
+        kind = file_system_type(self.base, proc_root=self._proc_root)
         if kind in SHARED_TYPES:
             raise InputError(
                 f"is on {kind}, which nodes share; staging is for the node's own storage",
@@ -135,275 +280,221 @@ class NodeStore:
                 hint="shm and local are the node's own; others: see `findmnt -T DIR`",
             )
 
-    @contextlib.contextmanager
-    def hold(self, *, create: bool = False) -> Iterator[bool]:
-        """Hold the store's lock; yield False, without a lock, if the store does not exist.
+    def entries(self) -> list[str]:
+        """Return the paths of all entries."""
+        with as_staging_error(self.path):
+            if not self._is_there():
+                return []
+            paths = []
+            # The last job may be removing the store.
+            with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
+                paths = sorted(one.path for one in found if one.is_dir(follow_symlinks=False))
+        return [path for path in paths if os.path.lexists(f"{path}/{LEASE}")]
+
+    def lock(self, name: str, *, exclusive: bool, create: bool = False) -> Entry | None:
+        """Return an entry with a lock on its lease; None if there is none.
 
         Raises:
-            StagingError: it cannot be used: a link, another user's, without our marker.
+            BusyError: another process has a lock that excludes this one.
         """
-        fds: tuple[int, int] | None = None
-        while fds is None:
-            with as_staging_error(self.path):
+        path = f"{self.path}/{name}"
+        with as_staging_error(self.path):
+            while True:
                 if create:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(self.path, 0o700)
-                # Another job may remove the store between these two calls; then make it again.
-                fds = self._lock()
-            if fds is None and not create and not os.path.lexists(self.path):
-                yield False
-                return
-        try:
-            with as_staging_error(self.path):
-                yield True
-        finally:
-            unlock(fds[1])
-            os.close(fds[0])
-
-    def _lock(self) -> tuple[int, int] | None:
-        """Return (directory, lock); None if another job removed the store in between."""
-        with contextlib.ExitStack() as stack:
-            try:
-                root = os.open(self.path, _DIRECTORY)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+                    self._make(path)
+                elif not self._is_there():
+                    return None
+                flags = CREATE_OR_OPEN if create else CREATE_OR_OPEN & ~os.O_CREAT
+                try:
+                    lease = os.open(f"{path}/{LEASE}", flags, 0o600)
+                except FileNotFoundError:
+                    if create:
+                        continue  # another process has just removed the entry
+                    return None
+                except OSError:
+                    _remove_empty(path)  # made in vain, on a full disk
                     raise
-                raise StagingError(f"{shown(self.path)} is a link or a file: not used") from None
-            stack.callback(os.close, root)
-            self._check(root)
-            try:
-                lock = os.open(LOCK, CREATE_OR_OPEN, 0o600, dir_fd=root)
-            except FileNotFoundError:
-                return None
-            except OSError:
-                with contextlib.suppress(OSError):  # remove it again, unless it is in use
-                    os.rmdir(self.path)
-                raise
-            stack.callback(unlock, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # While this process waited for the lock, the holder may have removed the store. This
-            # lock is then on a deleted file and protects nothing.
-            if not _same(root, self.path) or not _same(lock, f"{self.path}/{LOCK}"):
-                return None
-            self._mark(root)
-            stack.pop_all()
-        return root, lock
+                if not _locked(lease, exclusive=exclusive):
+                    os.close(lease)
+                    raise BusyError
+                entry = Entry(path, lease)
+                # Between the two calls another process may have removed the entry: this lock would
+                # be on a file that is gone.
+                if entry.is_current():
+                    return entry
+                unlock(lease)
 
-    def _check(self, root: int) -> None:
-        info = os.fstat(root)
+    def _make(self, path: str) -> None:
+        for one in (self.path, path):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):  # being removed: again
+                os.mkdir(one, 0o700)
+                os.chmod(one, 0o700)  # whatever the umask
+            self._is_there()  # before anything is made in it
+
+    def _is_there(self) -> bool:
+        try:
+            info = os.lstat(self.path)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(info.st_mode):
+            raise StagingError(f"{shown(self.path)} is a link or a file: not used")
         if info.st_uid != os.geteuid():
             raise StagingError(f"{shown(self.path)} belongs to user {info.st_uid}: not used")
         if stat.S_IMODE(info.st_mode) & 0o022:
             raise StagingError(f"{shown(self.path)} can be written by others: not used")
-        # A store that another process has just made may not have its marker yet, only the lock
-        # file. If there is more, the marker may have come since the listing, so look once more.
-        names = set(os.listdir(root))
-        if MARKER not in names and not names <= {LOCK}:
-            try:
-                os.stat(MARKER, dir_fd=root, follow_symlinks=False)
-            except FileNotFoundError:
-                raise StagingError(
-                    f"{shown(self.path)} holds data but not hpml's marker {MARKER}: not used",
-                    hint="move it away; hpml only works in directories that it made itself",
-                ) from None
+        return True
 
-    def _mark(self, root: int) -> None:
-        """Write the marker; a store that cannot have one is removed again. The lock is held."""
-        try:
-            os.close(os.open(MARKER, CREATE_OR_OPEN, 0o600, dir_fd=root))
-        except OSError:
-            if os.listdir(root) == [LOCK]:
-                with contextlib.suppress(OSError):
-                    os.unlink(LOCK, dir_fd=root)
-                    os.rmdir(self.path)
-            raise
-
-    # What follows, up to `sweep`, needs the lock.
-
-    def areas(self) -> list[str]:
-        """Return the paths of the areas of all jobs."""
-        return [path for path in _directories(self.path) if os.path.basename(path)[0] != "."]
-
-    def entries(self) -> list[str]:
-        """Return the paths of all entries.
-
-        Raises:
-            StagingError: the cache is a link: what is removed in it would lie outside the store.
-        """
-        if not os.path.lexists(self.cache):
-            return []
-        if not stat.S_ISDIR(os.lstat(self.cache).st_mode):
-            raise StagingError(f"{shown(self.cache)} is a link or a file: not used")
-        return _directories(self.cache)
-
-    def groups(self) -> list[list[str]]:
-        """Return the areas of jobs, each with the job's own entries, and all other entries."""
-        groups = {os.path.basename(area): [area] for area in self.areas()}
-        for entry in self.entries():
-            groups.setdefault(job_of(entry) or entry, []).append(entry)
-        return list(groups.values())
-
-    def is_entry(self, directory: str) -> bool:
-        """Return whether a directory is an entry, and not an area."""
-        return os.path.dirname(directory) == self.cache
-
-    def owner_of(self, directory: str) -> Owner | None:
-        """Return the owner of an area or entry; None if it is unknown."""
-        return Owner.read(f"{directory}/{OWNER}")
-
-    def is_alive(self, owner: Owner) -> bool:
-        """Return whether an owner lives; one that cannot be judged from here counts as alive."""
-        return owner_is_alive(owner, proc_root=self.proc_root)
-
-    def user_of(self, directory: str) -> str:
-        """Return what uses an area or entry, in words; "" if nothing does."""
-        job = job_of(directory)
-        if self.is_entry(directory) and not job:
-            jobs = self.jobs_using(os.path.basename(directory))
-            if jobs:
-                return f"job {', '.join(jobs)}"
-        else:
-            owner = self.owner_of(f"{self.path}/{job}" if job else directory)
-            if owner is not None and self.is_alive(owner):
-                return f"process {owner.pid}"
-        return "a process" if is_locked(f"{directory}/{LEASE}") else ""
-
-    def reason_to_keep(
-        self, directory: str, *, everything: bool, older_seconds: float | None = None
-    ) -> str:
-        """Return why an area or entry stays; "" if it may go.
+    def obtain(
+        self,
+        name: str,
+        fill: Fill | None,
+        retry: Retry,
+        *,
+        patience: float = float("inf"),
+        on_wait: OnProgress | None = None,
+    ) -> tuple[Entry, Manifest] | None:
+        """Return an entry in use, with complete data: found, waited for, or filled.
 
         Args:
-            directory: of it.
-            everything: kept data may go, too.
-            older_seconds: kept data may go that was not used for so long.
+            name: of the entry.
+            fill: publishes the data; None: only look for an entry, do not make one.
+            retry: asked whether to stop while another process copies.
+            patience: seconds to wait for another process's copy.
+            on_wait: called with the other process's progress about once a second.
+
+        Returns:
+            None if there is none and none may be made, if it is damaged but others use it (it stays
+            theirs), and if another process still copies after `patience`.
+
+        Raises:
+            StagingError: the copy failed; nothing of it is left.
         """
-        used_by = self.user_of(directory)
-        if used_by:
-            return f"in use by {used_by}"
-        if not self.is_entry(directory):
-            owner = self.owner_of(directory)
-            known = owner is not None and owner.job_key == os.path.basename(directory)
-            return "" if known else "its owner is unknown"
-        idle_seconds = max(0.0, time.time() - self.last_used(directory))
-        is_old = older_seconds is not None and idle_seconds >= older_seconds
-        if everything or is_old or job_of(directory):
-            return ""
-        return f"kept for later jobs, last used {age_text(idle_seconds)} ago"
+        polls = damaged = 0
+        while True:
+            retry.check_stop()
+            is_damaged = False
+            try:
+                entry = self.lock(name, exclusive=False)
+                if entry is not None:
+                    manifest = self._complete(entry, retry)
+                    if manifest is not None:
+                        return entry, manifest
+                    entry.release()
+                    is_damaged = True
+                entry = self.lock(name, exclusive=True, create=fill is not None)
+            except BusyError:
+                damaged = damaged + 1 if is_damaged else 0  # 0: another process copies it
+                if damaged >= _POLLS_OF_DAMAGED or polls * _POLL_SECONDS >= patience:
+                    return None
+                polls += 1
+                self._wait(name, retry, on_wait if polls % _POLLS_PER_REPORT == 0 else None)
+                continue
+            made = self._filled(entry, fill) if entry is not None else None
+            if entry is None or fill is None:
+                return None
+            if made is not None:
+                return entry, made
 
-    def jobs_using(self, key: str, *, besides: str = "") -> list[str]:
-        """Return the keys of the living jobs whose areas link to an entry."""
-        found = []
-        for area in self.areas():
-            job_key = os.path.basename(area)
-            if job_key != besides and _links(area, key) and self.user_of(area):
-                found.append(job_key)
-        return found
+    def _complete(self, entry: Entry, retry: Retry) -> Manifest | None:
+        """Return the manifest of complete data; the first use after a restart reads all contents.
 
-    def last_used(self, directory: str) -> float:
-        """Return when an area or entry was last used, in seconds since the epoch."""
-        for path in (f"{directory}/{LEASE}", directory):
-            with contextlib.suppress(OSError):
-                return os.lstat(path).st_mtime
-        return 0.0
+        After a crash, names and sizes may be on disk while the last seconds' contents are not.
+        """
+        manifest = entry.manifest()
+        if manifest is None or entry.is_trusted():
+            return manifest
+        report = verify(entry.data, should_stop=retry.stops)
+        if not report.hashed or report.count:
+            return None
+        entry.trust()
+        return manifest
 
-    def make(self, path: str, owner: Owner) -> None:
-        """Make an area or entry, with its owner and lease, in one step."""
-        # Built under another name and renamed: no process ever sees an area or entry without its
-        # owner and lease, and what a crash leaves is recognized by the name.
-        new = f"{self.path}/{NEW}{os.path.basename(path)}-{secrets.token_hex(4)}"
-        os.mkdir(new, 0o700)
+    def _filled(self, entry: Entry, fill: Fill | None) -> Manifest | None:
+        """Fill an entry that this process has alone; None if the caller must look again."""
         try:
-            os.chmod(new, 0o700)  # whatever the umask
-            owner.write(f"{new}/{OWNER}")
-            os.close(os.open(f"{new}/{LEASE}", CREATE_OR_OPEN, 0o600))
-            os.rename(new, path)
+            if entry.manifest() is not None and entry.is_trusted():
+                entry.release()  # another process has published it meanwhile
+                return None
+            with as_staging_error(entry.path):
+                entry.empty()
+            manifest = None
+            if fill is not None:
+                entry.tell(0)  # not the boot of earlier data
+                manifest = fill(entry)
+                entry.trust()
+                if entry.share():
+                    return manifest
+            elif entry.is_current():
+                entry.remove()
+            entry.release()
         except BaseException:
-            with contextlib.suppress(OSError):
-                remove_tree(new)
+            with contextlib.suppress(HpmlError, OSError):  # the first error is the one to report
+                entry.remove()
+            entry.release()
             raise
+        return None
 
-    def retire(self, directory: str) -> str | None:
-        """Move an area or entry aside; None if a process holds its lease."""
-        # An exclusive lock on the lease proves that no process uses it. No new one can come
-        # meanwhile: taking a lease needs the store's lock, which the caller holds.
-        lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
-        try:
-            return self.move_aside(directory) if try_lock(lease, exclusive=True) else None
-        finally:
-            unlock(lease)
+    def _wait(self, name: str, retry: Retry, on_wait: OnProgress | None) -> None:
+        with contextlib.suppress(OSError):
+            lease = os.open(f"{self.path}/{name}/{LEASE}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                figures = Entry("", lease).heard()
+            finally:
+                os.close(lease)
+            if on_wait is not None and len(figures) == 4:  # noqa: PLR2004 - as `OnProgress` has them
+                on_wait(*figures)
+        retry.sleep(_POLL_SECONDS - _TRIES * _TRY_SECONDS)
 
-    def move_aside(self, path: str) -> str:
-        """Rename a path before its removal; returns the new path, for `sweep`."""
-        # A rename is quick whatever the size, so the slow removal needs no lock. After a crash,
-        # `leftovers` finds the rest.
-        trash = f"{self.path}/{TRASH}{os.path.basename(path)}-{secrets.token_hex(4)}"
-        os.rename(path, trash)
-        return trash
+    def remove(self, name: str, needless: Callable[[str], bool] = lambda _: True) -> bool:
+        """Remove an entry unless another process uses it, or `needless` says that it stays.
 
-    def leftovers(self) -> list[str]:
-        """Return directories that a crash left half made or half removed."""
-        names = sorted(os.listdir(self.path))
-        return [f"{self.path}/{name}" for name in names if name.startswith((NEW, TRASH))]
-
-    def sweep(self, *trash: str) -> None:
-        """Remove what was moved aside, then the store if nothing of any job is in it.
-
-        Raises:
-            StagingError: something cannot be removed.
-        """
-        for path in trash:
-            with as_staging_error(path):
-                remove_tree(path)
-        with self.hold() as there:
-            if not there:
-                return
-            with contextlib.suppress(OSError):  # none, or not empty
-                os.rmdir(self.cache)
-            if set(os.listdir(self.path)) <= {MARKER, LOCK}:
-                # Marker first: a crash in between leaves an empty directory with a lock file, which
-                # `_check` accepts. A lock file that is gone makes waiting processes start over, see
-                # `_lock`.
-                for name in (MARKER, LOCK):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(f"{self.path}/{name}")
-                with contextlib.suppress(OSError):  # another job has begun to use it
-                    os.rmdir(self.path)
-
-    def idle(self) -> list[str]:
-        """Return the entries that nothing uses, the least recently used first.
-
-        Raises:
-            StagingError: the store cannot be used.
-        """
-        with self.hold() as there:
-            found = [path for path in self.entries() if not self.user_of(path)] if there else []
-        return sorted(found, key=self.last_used)
-
-    def remove(self, entry: str) -> bool:
-        """Remove an entry unless something uses it.
+        Args:
+            name: of the entry.
+            needless: called with its path while nobody else can use it.
 
         Raises:
             StagingError: it cannot be removed.
         """
-        with self.hold() as there:
-            # The list of idle entries was made earlier: a job may have linked to this one, or
-            # removed it.
-            if not there or entry not in self.entries():
+        try:
+            entry = self.lock(name, exclusive=True)
+        except BusyError:
+            return False
+        if entry is None:
+            return False
+        try:
+            if not needless(entry.path):
                 return False
-            trash = None if self.jobs_using(os.path.basename(entry)) else self.retire(entry)
-        if trash:
-            self.sweep(trash)
-        return bool(trash)
+            with as_staging_error(entry.path):
+                entry.remove()
+        finally:
+            entry.release()
+        return True
 
-    def room_without_idle(self, room: Room) -> Room:
-        """Return the room that there would be without the entries that nothing uses.
+    def sweep(self) -> None:
+        """Remove what dead processes of this user left: incomplete data, and data of their jobs.
 
         Raises:
-            StagingError: the store cannot be used.
+            StagingError: something cannot be removed.
         """
+        for path in self.entries():
+            if _is_leftover(path) and is_free(path):
+                self.remove(os.path.basename(path), _is_leftover)
+        self.remove_if_empty()
+
+    def remove_if_empty(self) -> None:
+        """Remove the store's directory if no entry is in it."""
+        with contextlib.suppress(OSError):  # none, or not empty
+            os.rmdir(self.path)
+
+    def idle(self) -> list[str]:
+        """Return what jobs kept and nothing uses, the least recently used first."""
+        found = [
+            path for path in self.entries() if not job_of(path) and _may_go(path) and is_free(path)
+        ]
+        return sorted(found, key=last_used)
+
+    def room_without_idle(self, room: Room) -> Room:
+        """Return the room that there would be without the entries that nothing uses."""
         return room_without(room, self.idle())
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
@@ -413,9 +504,6 @@ class NodeStore:
 
         Returns:
             the sources of what was removed.
-
-        Raises:
-            StagingError: the store cannot be used.
         """
         room = measure()
         if fits(need, room):
@@ -425,15 +513,52 @@ class NodeStore:
         if not fits(need, room_without(room, idle)):
             return []
         removed = []
-        for entry in idle:
-            manifest = published_manifest(f"{entry}/{DATA}")
+        for path in idle:
+            manifest = published_manifest(f"{path}/{DATA}")
             with contextlib.suppress(StagingError):  # an entry that cannot be removed stops none
-                if self.remove(entry):
-                    removed.append(manifest.source if manifest else os.path.basename(entry))
+                if self.remove(os.path.basename(path), _may_go):
+                    removed.append(manifest.source if manifest else os.path.basename(path))
             # Measured, not summed up: other jobs write to the same file system meanwhile.
             if fits(need, measure()):
                 break
         return removed
+
+
+def is_published(path: str) -> bool:
+    """Return whether an entry has data and their manifest, whatever their state."""
+    return all(os.path.lexists(f"{path}/{name}") for name in (DATA, _MANIFEST))
+
+
+def _is_leftover(path: str) -> bool:
+    """Return whether an entry is of no use once nobody has its lease."""
+    return bool(job_of(path)) or not is_published(path)
+
+
+def _may_go(path: str) -> bool:
+    """Return whether an entry makes room for others: no person has staged it."""
+    return not os.path.lexists(f"{path}/{BY_HAND}")
+
+
+def is_free(path: str) -> bool:
+    """Return whether nothing uses an entry."""
+    try:
+        lease = os.open(f"{path}/{LEASE}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    free = try_lock(lease, exclusive=True)
+    if free:
+        unlock(lease)
+    else:
+        os.close(lease)
+    return free
+
+
+def last_used(path: str) -> float:
+    """Return when an entry was last used, in seconds since the epoch."""
+    for one in (f"{path}/{LEASE}", path):
+        with contextlib.suppress(OSError):
+            return os.lstat(one).st_mtime
+    return time.time()
 
 
 @contextlib.contextmanager
@@ -447,21 +572,3 @@ def as_staging_error(path: str) -> Iterator[None]:
         raise StagingError(f"{error}", hint="is the node's storage full?") from error
     except OSError as error:
         raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
-
-
-def _directories(path: str) -> list[str]:
-    with os.scandir(path) as entries:
-        return sorted(one.path for one in entries if one.is_dir(follow_symlinks=False))
-
-
-def _same(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _links(area: str, key: str) -> bool:
-    with contextlib.suppress(OSError), os.scandir(area) as entries:
-        return any(one.is_symlink() and linked_key(one.path) == key for one in entries)
-    return False

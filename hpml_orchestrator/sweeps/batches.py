@@ -229,12 +229,11 @@ def _prepare(
     """Write the batch's submission: the job array with its script, and `points.sh`."""
     throttle = "" if batch.throttle is None else f"%{batch.throttle}"
     array = f"0-{len(batch.tasks) - 1}{throttle}"
-    resolved = job_of(plan, plan.shapes[batch.shape], array)
+    resolved = job_of(plan, plan.shapes[batch.shape], array, site_of(plan, environment))
     script = _points_script(plan, batch)
     prepare(
         store,
-        render_job(resolved, site=site_of(plan, environment), here=plan.backend == "local"),
-        backend=plan.backend,
+        render_job(resolved),
         cluster=cluster,
         argv=["hpml", "sweep", "tick", plan.id],
         environment=environment,

@@ -18,27 +18,27 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from submitit import AutoExecutor
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.jobfile.paths import absolute
+from hpml_orchestrator.records.array import ArraySpec
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import cancel
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script.directives import leaves_out
-from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute
-from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (
     NAMES,
@@ -55,9 +55,6 @@ from hpml_orchestrator.sweeps.submitit_rank import (
     call_pickle,
     local_job_id,
 )
-
-if TYPE_CHECKING:
-    from hpml_orchestrator.spec.site import ResolvedSite
 
 _MODULE = "hpml_orchestrator.sweeps.submitit_rank"
 _DEFAULTS = {"name": "submitit", "resources": {"time": "5", "ranks_per_node": 1}}
@@ -191,7 +188,7 @@ class HpmlExecutor(core.Executor):
         jobs: list[core.Job[object]] = []
         with _hints():
             backend = choose(self.parameters.get("backend", "auto"))
-            resolved, site = self._load(self.parameters, backend)
+            resolved = self._load(self.parameters, backend)
             size = max_array_size(backend, os.environ) if len(calls) > 1 else 1
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
@@ -200,7 +197,7 @@ class HpmlExecutor(core.Executor):
             try:
                 for chunk in chunks:
                     job = replace(resolved, job=self._job_of(chunk, resolved.job, backend, limit))
-                    rendered = render_job(job, site=site, here=backend == "local")
+                    rendered = render_job(job)
                     jobs += self._submit(chunk, rendered, backend, of=len(calls))
             except BaseException:
                 # The caller gets no jobs if one chunk fails, so it could not cancel those already
@@ -210,13 +207,10 @@ class HpmlExecutor(core.Executor):
                 raise
         return jobs
 
-    def _load(
-        self, parameters: Parameters, backend: str
-    ) -> tuple[ResolvedJob, ResolvedSite | None]:
-        """Return the job that parameters describe, and the site profile in use."""
+    def _load(self, parameters: Parameters, backend: str) -> ResolvedJob:
+        """Return the job that parameters describe."""
         path = parameters.get("job_file") or Path.cwd() / "submitit.yaml"
         chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
-        site = site_for(path, os.environ, chosen=chosen, backend=backend)
         fields: dict[str, object] = {
             "launcher": "srun",
             "script": None,
@@ -228,22 +222,22 @@ class HpmlExecutor(core.Executor):
             "environment.variables.SUBMITIT_EXECUTOR": HpmlExecutor.name(),
         }
         given = given_in(parameters)
-        fields |= fields_of(given)
-        make_absolute(fields, Path.cwd())
+        fields = absolute(fields | fields_of(given), Path.cwd())
         base, last = None if "job_file" in given else _DEFAULTS, given.get("set", {}).items()
-        resolved = load_job(path, [*fields.items(), *last], site, fields=base)
+        load = partial(load_job, path, backend=backend, fields=base)
+        resolved = load([*fields.items(), *last], chosen)
         # Some parameters depend on the ranks and GPUs of the whole job (memory per CPU, for
         # example), so the job is loaded without them first.
         derived, options = derived_from(given, resolved.job.resources)
         if derived or options:
             extra = ("resources.extra", [*resolved.job.resources.extra, *options])
             settings = [*fields.items(), *derived.items(), *last, extra]
-            resolved = load_job(path, settings, site, fields=base)
+            resolved = load(settings, resolved.site)
         if resolved.job.checkpoint.enabled:  # both would start the job again
             hint = "remove the field; the function's method `checkpoint` decides what is saved"
             message = "functions are saved and requeued by submitit, not by hpml"
             raise InputError(message, field="checkpoint", hint=hint)
-        return resolved, site
+        return resolved
 
     def _job_of(
         self, calls: Sequence[DelayedSubmission], base: Job, backend: str, limit: int
@@ -253,7 +247,7 @@ class HpmlExecutor(core.Executor):
         The calls get the job's time limit, on which the signal before it depends.
         """
         resources, environment = base.resources, base.environment
-        seconds, extra = parse_time(resources.time), resources.extra
+        seconds, extra = resources.time, resources.extra
         for call in calls:
             call.set_timeout(math.ceil(seconds / 60), self.max_num_timeout)
         delay = int(self.parameters.get("signal_delay_s", _SIGNAL_SECONDS))
@@ -262,19 +256,19 @@ class HpmlExecutor(core.Executor):
             # Its ranks start again in the same job, each time with the full time limit.
             again = any(hasattr(call.function, "checkpoint") for call in calls)
             starts = 1 + self.max_num_timeout if again else 1
-            limits: dict[str, object] = {"time": format_time(starts * (seconds + _START_SECONDS))}
+            limits: Json = {"time": starts * (seconds + _START_SECONDS)}
             variables = {**environment.variables, SIGNAL_AFTER: str(seconds - delay)}
-            environment = environment.model_copy(update={"variables": variables})
+            environment = replace(environment, variables=variables)
         elif not any(option.startswith("--signal=") for option in extra):
-            limits = {"extra": [*extra, f"--signal={HpmlJobEnvironment.USR_SIG}@{delay}"]}
+            limits = {"extra": (*extra, f"--signal={HpmlJobEnvironment.USR_SIG}@{delay}")}
         else:
             limits = {}
-        return base.model_copy(
-            update={
-                "array": f"0-{len(calls) - 1}%{min(limit, len(calls))}" if len(calls) > 1 else None,
-                "environment": environment,
-                "resources": resources.model_copy(update=limits),
-            }
+        count = len(calls)
+        return replace(
+            base,
+            array=ArraySpec(tuple(range(count)), min(limit, count)) if count > 1 else None,
+            environment=environment,
+            resources=replace(resources, **limits),
         )
 
     def _submit(
@@ -299,7 +293,6 @@ class HpmlExecutor(core.Executor):
             submission, scheduler = prepare_checked(
                 store,
                 rendered,
-                backend,
                 checked=False,
                 notice=lambda _: None,
                 sid=sid,
@@ -335,7 +328,7 @@ class HpmlExecutor(core.Executor):
             )
 
     def _texts(self, rendered: Rendered) -> dict[str, str]:
-        given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.site
+        given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.resolved.site
         texts = {}
         name = _one_line(given.get("job_name", given.get("name", "")))
         if name != job.name == job_name(name):

@@ -13,21 +13,24 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hpml_orchestrator.errors import InputError, did_you_mean
+from hpml_orchestrator.jobfile.axes import Range
+from hpml_orchestrator.jobfile.load import read_fields
+from hpml_orchestrator.jobfile.sweep import MAX_POINTS, Sweep
+from hpml_orchestrator.jobfile.text import PLACEHOLDER
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.job import JOB_FIELDS, Job
+from hpml_orchestrator.records.units import format_time
+from hpml_orchestrator.runs.load import SiteChoice, load_job
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import load_job, read_fields
-from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
-from hpml_orchestrator.spec.text import PLACEHOLDER
-from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps.plan import (
+    GIVEN,
     RESUMED,
     Point,
     Shape,
@@ -45,9 +48,6 @@ from hpml_orchestrator.sweeps.scaling import (
     with_batch,
 )
 
-if TYPE_CHECKING:
-    from hpml_orchestrator.spec.site import ResolvedSite
-
 _VARIABLES = "environment.variables."
 _MOST_SUBMISSIONS = 60
 _GP_TRIALS = 100  # from here on a Gaussian process takes long, and TPE is as good
@@ -58,8 +58,7 @@ def make_plan(
     sweep: Sweep,
     *,
     backend: str,
-    site: ResolvedSite | None = None,
-    chosen_site: str = "",
+    site: SiteChoice = None,
     argv: Sequence[str] = (),
     now: float,
 ) -> SweepPlan:
@@ -79,7 +78,7 @@ def make_plan(
         sweep=sweep.model_dump(mode="json"),
         backend=backend,
         host=socket.gethostname() if backend == "local" else "",
-        site=chosen_site,
+        site=site if isinstance(site, str) else "",
         argv=tuple(argv),
         created=now,
         unit=sweep.scale.unit if sweep.scale else "",
@@ -99,7 +98,7 @@ def make_plan(
 
 
 def _kind(sweep: Sweep, axis: str) -> Literal["argument", "flag", "variable", "field"]:
-    values = sweep.axes[axis]
+    values = sweep.domains[axis]
     if axis.startswith("-") and isinstance(values, list):
         return "flag" if any(isinstance(value, bool) for value in values) else "argument"
     if axis.startswith("-") or axis.endswith("="):
@@ -118,11 +117,12 @@ class _Planner:
         notes: decisions and warnings for the user.
     """
 
-    def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
-        self._backend, self._site = backend, site
+    def __init__(self, sweep: Sweep, backend: str, site: SiteChoice) -> None:
+        self._backend = backend
         self._settings = list(sweep.set.items())
         self._fields = read_fields(sweep.base)  # once, however many shapes there are
-        self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
+        base = load_job(sweep.base, self._settings, site, backend=backend, fields=self._fields)
+        self.base, self._site = base.job, base.site
         check_base(self.base, sweep.base)
         self.arguments = ProgramArguments(self.base.args)
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
@@ -135,7 +135,7 @@ class _Planner:
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes other than arguments are fields of the job that may vary."""
-        for name, axis in sweep.axes.items():
+        for name, axis in sweep.domains.items():
             for value in axis if isinstance(axis, list) else ():
                 if isinstance(value, str) and PLACEHOLDER.search(value):
                     raise InputError(
@@ -145,8 +145,8 @@ class _Planner:
                         hint="write it in `args` of the base job",
                     )
         for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
-            axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
-            if top not in Job.model_fields:
+            axis, place, top = sweep.domains[name], f"axes.{name}", name.partition(".")[0]
+            if top not in JOB_FIELDS:
                 raise InputError(
                     "is neither an argument nor a field of the job",
                     field=place,
@@ -220,7 +220,7 @@ class _Planner:
         if sweep.mode != "bayes" or sweep.search.sampler != "auto":
             return sweep.search.sampler
         numeric = all(isinstance(axis, Range) for axis in sweep.axes.values())
-        if not numeric or sweep.search.trials >= _GP_TRIALS:
+        if not numeric or sweep.search.objectives or sweep.search.trials >= _GP_TRIALS:
             return "tpe"
         if find_spec("torch"):
             return "gp"
@@ -232,6 +232,10 @@ class _Planner:
 
     def _value_targets(self) -> dict[str, str]:
         sweep = self.sweep
+        planned = [one.argument for one in (sweep.learning_rate, sweep.batch) if one is not None]
+        if always := [axis for axis in planned if axis in sweep.conditions]:
+            message = "the batch size and the learning rate of each run are planned: no `when` here"
+            raise InputError(message, field=f"axes.{always[0]}.when")
         kinds = ("argument", "variable")
         targets = {axis: axis for axis, kind in self.kinds.items() if kind in kinds}
         if sweep.learning_rate is not None:
@@ -247,33 +251,46 @@ class _Planner:
     def shapes(self) -> Iterator[Shape]:
         """Yield a shape for each scale and combination of fields and flags."""
         scale = self.sweep.scale
-        varied = {
-            axis: values
-            for axis, values in self.sweep.axes.items()
-            if self.kinds[axis] in ("field", "flag") and not isinstance(values, Range)
-        }
-        if self.sweep.mode == "pbt":
-            varied[RESUMED] = [False, True]
         sizes: Sequence[int | None] = scale.sizes if scale else [None]
-        combinations = itertools.product(sizes, itertools.product(*varied.values()))
-        for number, (size, chosen) in enumerate(combinations):
-            fixed: dict[str, object] = dict(zip(varied, chosen, strict=True))
+        for number, (size, chosen) in enumerate(itertools.product(sizes, self._fixed())):
+            fixed = dict(chosen)
             settings = self._shape_settings(fixed)
             if scale is not None and size is not None:
                 settings += scaled(self.base.resources, scale.unit, size)
                 fixed[scale.unit] = size
             yield self._shape(number, settings, fixed)
 
+    def _fixed(self) -> list[dict[str, object]]:
+        """Return what the points of a shape have in common, for each combination that occurs."""
+        conditions = self.sweep.conditions
+        shaped = [axis for axis, kind in self.kinds.items() if kind in ("field", "flag")]
+        deciding = {*shaped, *itertools.chain.from_iterable(conditions.values())}
+        lists: dict[str, Sequence[object]] = {
+            axis: values if axis in deciding and isinstance(values, list) else [None]
+            for axis, values in self.sweep.domains.items()
+        }
+        found: dict[tuple[object, ...], dict[str, object]] = {}
+        for chosen in itertools.product(*lists.values()):
+            values = self.sweep.applying(dict(zip(lists, chosen, strict=True)))
+            fixed = {axis: values.get(axis) for axis in shaped}
+            fixed |= {GIVEN + axis: axis in values for axis in conditions if axis not in shaped}
+            found[tuple(fixed.values())] = fixed
+        if self.sweep.mode == "pbt":
+            return [{**fixed, RESUMED: on} for fixed in found.values() for on in (False, True)]
+        return [*found.values()]
+
     def _shape_settings(self, fixed: Mapping[str, object]) -> list[tuple[str, object]]:
         settings, arguments = list(self._settings), ProgramArguments(self.base.args)
         for axis, value in fixed.items():
-            if self.kinds.get(axis) == "field":
-                settings.append((axis, value))
-            elif axis != RESUMED:
+            if self.kinds.get(axis) == "flag":
                 arguments.flag(axis, on=bool(value))
+            elif axis in self.kinds and value is not None:
+                settings.append((axis, value))
         for key, target in self._targets.items():
             word = f"{{point.{self.placeholders[key]}}}"
-            if target.startswith(_VARIABLES):
+            if not fixed.get(GIVEN + key, True):
+                arguments.remove(target)
+            elif target.startswith(_VARIABLES):
                 settings.append((target, word))
             elif key != "checkpoint" or fixed.get(RESUMED):
                 arguments.set(target, word)
@@ -283,6 +300,7 @@ class _Planner:
         self, number: int, settings: list[tuple[str, object]], fixed: Mapping[str, object]
     ) -> Shape:
         job = self._load(settings, fixed)
+        check_base(job, self.sweep.base)  # an axis may change its checkpoints
         resources = job.resources
         ranks = resources.nodes * resources.ranks
         cores, here = ranks * resources.cpus_per_rank, len(cpu_ids())
@@ -298,12 +316,12 @@ class _Planner:
         return Shape(
             number=number,
             fixed=fixed,
-            job=job.model_dump(mode="json"),
+            job=job,
             nodes=resources.nodes,
             ranks=ranks,
             gpus=resources.nodes * resources.gpu_count,
             cores=min(cores, here) if crowded else cores,
-            seconds=parse_time(resources.time),
+            seconds=resources.time,
             oversubscribed=crowded,
         )
 
@@ -342,9 +360,9 @@ class _Planner:
         """Yield all points in the file's order, the repeats of a combination in succession."""
         sweep = self.sweep
         scales: Sequence[int | None] = sweep.scale.sizes if sweep.scale else [None]
-        axes = [axis for axis in sweep.axes.values() if not isinstance(axis, Range)]
-        listed = [[one[name] for name in sweep.axes] for one in sweep.combinations]
-        count = (len(listed) or math.prod(map(len, axes))) * len(scales) * sweep.count
+        axes = [axis for axis in sweep.domains.values() if not isinstance(axis, Range)]
+        listed = len(sweep.combinations)
+        count = (listed or math.prod(map(len, axes))) * len(scales) * sweep.count
         # Checked by arithmetic before any point is built: a few long axes have billions of
         # combinations.
         if count > MAX_POINTS:
@@ -353,8 +371,13 @@ class _Planner:
                 field="axes",
                 hint="fewer values or repeats, or a search: mode: random",
             )
-        for scale, chosen in itertools.product(scales, listed or itertools.product(*axes)):
-            values = dict(zip(sweep.axes, chosen, strict=True))
+        every = (dict(zip(sweep.axes, chosen, strict=True)) for chosen in itertools.product(*axes))
+        wanted: Iterable[dict[str, object]] = map(sweep.applying, every)
+        if listed:
+            wanted = ({n: one[n] for n in sweep.axes if n in one} for one in sweep.combinations)
+        # combinations that differ only in axes which do not apply are one
+        unique = {tuple(values.items()): values for values in wanted}
+        for scale, values in itertools.product(scales, unique.values()):
             for repeat in range(sweep.count):
                 point = point_of(plan, 0, values, repeat=repeat, scale=scale)
                 rule = self._excluding_rule(plan.unit, point)
@@ -362,7 +385,8 @@ class _Planner:
 
     def _excluding_rule(self, unit: str, point: Point) -> str:
         """Return the rule that excludes a point; empty if none does."""
-        known = {**point.values, "repeat": point.repeat, "seed": point.seed, unit: point.scale}
+        known: dict[str, object] = dict.fromkeys(self.sweep.conditions)  # None if it has no value
+        known |= {**point.values, "repeat": point.repeat, "seed": point.seed, unit: point.scale}
         for number, rule in enumerate(self.sweep.exclude):
             for name in rule:
                 if name not in known:
@@ -443,7 +467,7 @@ class _Planner:
             raise InputError(
                 "is shorter than the time limit of one point",
                 field="budget.time",
-                value=budget.time,
+                value=format_time(sweep.seconds),
                 hint="raise it, or lower resources.time",
             )
         return SweepEstimate(len(shapes), *map(sum, hours.values()))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from hpml_orchestrator.spec.sweep import SEARCHES
+from hpml_orchestrator.diagnosis.averaging import Averaging
+from hpml_orchestrator.jobfile.sweep import SEARCHES
 from hpml_orchestrator.sweeps.communication import Communication
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
@@ -55,6 +56,18 @@ class Target:
     # Complete runs whose time to this target is unknown; no other count includes them
     unknown: int
     seconds: Estimate  # median of all of these, infinite where too few reached it
+
+
+@dataclass(frozen=True)
+class MlperfResult:
+    """Time to the target of a setting by MLPerf's rule: without the fastest and the slowest run."""
+
+    setting: int  # number of the setting
+    runs: int  # complete runs and timeouts
+    reached: int  # how many of them reached the target
+    dropped: tuple[float | None, float | None]  # seconds; None for a run that missed the target
+    seconds: float | None  # mean of the others; None: no result
+    remark: str  # why there is no result, or what MLPerf asks for beyond it
 
 
 @dataclass(frozen=True)
@@ -118,8 +131,8 @@ class Setting:
     # Every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
     # reported, by these names
     ran: Mapping[str, tuple[float, ...]]
-    # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `queue_seconds`,
-    # `data_wait_ratio` and `gpu_active`, if known
+    # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `epochs_to_target` (of
+    # those that reached it), `queue_seconds`, `data_wait_ratio` and `gpu_active`, if known
     means: Mapping[str, float]
     phases: Mapping[str, float]  # seconds of the median run by `PARTS`; they add up to `seconds`
     costs: Costs  # of all attempts
@@ -145,6 +158,8 @@ class Setting:
     # Empty for the setting itself, and for one that is not compared
     against_baseline: Difference = ""
     against_best: Difference = ""
+    # Of a sweep by several figures: the median of each, if all complete runs have all
+    objectives: Mapping[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,6 +241,13 @@ class SweepFacts:
     fits: tuple[FittedModel, ...] = ()
     checks: tuple[Notice, ...] = ()
     communication: Communication | None = None
+    # Of gradients, in the median run of a setting, by its number; without runs that reported it
+    averaging: Mapping[int, Averaging] = field(default_factory=dict)
+    # Several figures that the sweep compares, and whether more of each is better; then no setting
+    # is the best, and these are the numbers of those that no other one dominates
+    objectives: Mapping[str, bool] = field(default_factory=dict)
+    front: tuple[int, ...] = ()
+    mlperf: tuple[MlperfResult, ...] = ()  # only if it was asked for
 
     @property
     def scaling(self) -> bool:

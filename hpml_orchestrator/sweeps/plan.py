@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import TypeAdapter
 
@@ -27,22 +27,28 @@ from hpml_orchestrator.errors import (
     did_you_mean,
     extra_hint,
 )
+from hpml_orchestrator.jobfile.load import leaves
+from hpml_orchestrator.jobfile.sweep import Sweep
+from hpml_orchestrator.records.array import parse_array
+from hpml_orchestrator.records.fields import Prepared
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
 from hpml_orchestrator.records.ids import dated, named_by
+from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.runs.load import ResolvedJob
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import ResolvedJob, leaves
-from hpml_orchestrator.spec.sweep import Sweep
 from hpml_orchestrator.sweeps.scaling import batch_of, learning_rate_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.spec.site import ResolvedSite
+    from hpml_orchestrator.site.model import ResolvedSite
 
 RESUMED = "resumed"
 """The key by which shapes of a population differ: whether a member resumes a checkpoint."""
+
+GIVEN = "with "
+"""Begins the key by which shapes differ in whether a conditional argument is given."""
 
 _POINTS, _PLAN = "points.jsonl", "plan.json"
 _EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
@@ -53,11 +59,11 @@ class Shape:
     """Points whose scripts are equal: what differs between them comes from `points.sh`."""
 
     number: int  # its place in the plan, from 0
-    # What all of its points have in common: axes that are fields of the job or flags, and the scale
-    # under its unit
+    # What all of its points have in common: axes that are fields of the job or flags (None where
+    # they do not apply), whether conditional arguments are given, and the scale under its unit
     fixed: Mapping[str, object]
     # The complete job, `args` with `{point.NAME}` in place of a point's values
-    job: Mapping[str, Any]
+    job: Annotated[Job, Prepared(Job.from_json)]
     # `nodes`, `ranks`, `gpus`, `cores`: of one point, in all
     nodes: int
     ranks: int
@@ -165,6 +171,18 @@ class SweepPlan:
         scaling = self.mode in ("strong", "weak")
         return scaling and self.spec.order == "interleaved" and self.takes_turns
 
+    def head(self) -> Json:
+        """Return the plan as it is recorded, without its points, of which there may be many."""
+        shapes = [{**vars(shape), "job": shape.job.to_json()} for shape in self.shapes]
+        return {**asdict(replace(self, shapes=(), points=())), "shapes": shapes}
+
+    def values_of(self, point: Point) -> dict[str, Any]:
+        """Return the values of a point, with None for each axis that does not apply to it."""
+        spec = self.spec
+        if not spec.conditions or not point.values.keys() <= spec.axes.keys():
+            return dict(point.values)
+        return {axis: point.values.get(axis) for axis in spec.axes}
+
     @cached_property
     def shapes_by_values(self) -> Mapping[tuple[object, ...], Shape]:
         """The shapes by the values of `fixed`, whose names are the same in all of them."""
@@ -190,7 +208,8 @@ def point_of(
     own = 1 + (number if sweep.searches else repeat)
     seed = sweep.seeds.values[repeat] if sweep.seeds.values else own
     known = {**values, plan.unit: scale, RESUMED: bool(checkpoint)}
-    shape = plan.shapes_by_values[tuple(known[name] for name in plan.shapes[0].fixed)]
+    known |= {GIVEN + axis: axis in values for axis in sweep.conditions}
+    shape = plan.shapes_by_values[tuple(known.get(name) for name in plan.shapes[0].fixed)]
     per_rank, whole = batch_of(sweep, shape.ranks, values)
     rate = learning_rate_of(sweep, plan.base_learning_rate, plan.base_batch, whole, values)
     texts = {
@@ -204,6 +223,7 @@ def point_of(
         # Twelve digits hide the rounding of the division: 0.1, not 0.09999999999999999.
         texts[sweep.learning_rate.argument] = f"{given:.12g}"
     wanted = [axis for axis in plan.placeholders if checkpoint or axis != "checkpoint"]
+    wanted = [axis for axis in wanted if axis in values or axis not in sweep.conditions]
     return Point(
         number=number,
         shape=shape.number,
@@ -218,11 +238,13 @@ def point_of(
     )
 
 
-def job_of(plan: SweepPlan, shape: Shape, array: str) -> ResolvedJob:
+def job_of(
+    plan: SweepPlan, shape: Shape, array: str, site: ResolvedSite | None = None
+) -> ResolvedJob:
     """Return the job of a shape as an array of tasks, such as `0-99%8`."""
-    job = Job.model_validate({**shape.job, "array": array})
-    origins = dict.fromkeys(leaves(job.model_dump()), f"sweep {plan.id}")
-    return ResolvedJob(job, Path(plan.spec.base), origins)
+    job = replace(shape.job, array=parse_array(array))
+    origins = dict.fromkeys(leaves(job.to_json()), f"sweep {plan.id}")
+    return ResolvedJob(job, Path(plan.spec.base), origins, plan.backend, site)
 
 
 def site_of(plan: SweepPlan, environment: Mapping[str, str]) -> ResolvedSite | None:
@@ -256,7 +278,7 @@ def write(store: Store, plan: SweepPlan) -> Path:
     lines = (json.dumps(vars(point), separators=(",", ":")) for point in plan.points)
     try:
         write_text(temporary / _POINTS, "".join(f"{line}\n" for line in lines))
-        write_json(temporary / _PLAN, asdict(replace(plan, points=())))
+        write_json(temporary / _PLAN, plan.head())
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -275,12 +297,12 @@ def read(directory: Path) -> SweepPlan:
     try:
         points = [json.loads(line) for line in read_lines(directory / _POINTS)]
         return TypeAdapter(SweepPlan).validate_python({**record, "points": points})
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RecordError(f"{directory / _PLAN} is damaged: {error}") from error
 
 
-def read_head(directory: Path) -> Mapping[str, Any]:
-    """Return a plan as it is recorded, without its points, of which there may be very many."""
+def read_head(directory: Path) -> Json:
+    """Return what `SweepPlan.head` recorded."""
     return dict(read_json(directory / _PLAN))
 
 

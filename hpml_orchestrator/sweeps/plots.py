@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, compress, pairwise
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ class Plot:
 
 def draw(report: SweepFacts) -> list[Plot]:
     """Return the plots that the data of a report allow, in the order of the page."""
-    kinds = (_speedups, _phases, _accuracies) if report.scaling else (_trace, _axes)
+    kinds = (_speedups, _phases, _accuracies) if report.scaling else (_trace, _front, _axes)
     with style.context([_FOLDER / "plots.mplstyle", _RC]):
         return [_plot(*drawn) for kind in kinds for drawn in kind(report)]
 
@@ -274,7 +274,7 @@ def _phases(report: SweepFacts) -> Iterable[_Drawn]:
 def _trace(report: SweepFacts) -> Iterable[_Drawn]:
     rows = [attempt.row for attempt in report.attempts if attempt.row.state == MEASURED]
     found = [(row.point, row.metric) for row in rows if row.metric is not None]
-    if report.search and found:
+    if report.search and found and not report.objectives:
         trials, metrics = zip(*found, strict=True)
         best = list(accumulate(metrics, max if report.figure.maximize else min))
         figure = Figure()
@@ -286,6 +286,32 @@ def _trace(report: SweepFacts) -> Iterable[_Drawn]:
         axis.set_ylabel(report.figure.name)
         axis.legend()
         yield "trace", "Best so far", figure
+
+
+def _front(report: SweepFacts) -> Iterable[_Drawn]:
+    """Draw the first figure against each other one, with a line through the front."""
+    first, *others = report.objectives or [""]
+    measured = [one.objectives for one in report.settings if one.objectives]
+    front = [report.settings[number].objectives for number in report.front]
+    for place, other in enumerate(others if measured else []):
+        figure = Figure()
+        axis = figure.subplots()
+        _dots(
+            axis,
+            [one[other].value for one in measured],
+            [one[first].value for one in measured],
+            _SERIES[0],
+            "medians" if any(one[first].n > 1 for one in measured) else _RUNS,
+        )
+        x, y = zip(*sorted((one[other].value, one[first].value) for one in front), strict=True)
+        if len(others) == 1:  # what was reached with so much of the other: a step, not a line
+            where: Literal["pre", "post"] = "pre" if report.objectives[other] else "post"
+            axis.step(x, y, where=where, color=_SERIES[1], alpha=0.6)
+        axis.scatter(x, y, 30, _SERIES[1], label="not dominated", zorder=3)
+        for name, set_label in ((other, axis.set_xlabel), (first, axis.set_ylabel)):
+            set_label(f"{name} ({'more' if report.objectives[name] else 'less'} is better)")
+        axis.legend()
+        yield f"pareto{place}", f"{first} against {other}", figure
 
 
 def _axes(report: SweepFacts) -> Iterable[_Drawn]:
@@ -302,10 +328,11 @@ def _axes(report: SweepFacts) -> Iterable[_Drawn]:
     ranges = report.provenance["sweep file"].get("axes", {}) if report.search else {}
     for place, (name, axis) in enumerate(zip(names, panels, strict=False)):
         axis.set_ylabel("" if place % columns else report.figure.name)
-        x = _placed(axis, name, [one.values.get(name) for one, _ in settings], ranges.get(name))
+        having = [pair for pair in settings if name in pair[0].values]  # else it does not apply
+        x = _placed(axis, name, [one.values[name] for one, _ in having], ranges.get(name))
         runs = [
             (at, run)
-            for at, (one, _) in zip(x, settings, strict=True)
+            for at, (one, _) in zip(x, having, strict=True)
             for run in one.samples["figure"]
         ]
         places, heights = zip(*runs, strict=True)
@@ -315,8 +342,8 @@ def _axes(report: SweepFacts) -> Iterable[_Drawn]:
             medians = [median(run for at, run in runs if at == value) for value in values]
             label = "median of all runs with the value"
             axis.plot(values, medians, color=_SERIES[1], marker="_", label=label)
-        elif len(runs) > len(settings):
-            figures = [value for _, value in settings]
+        elif len(runs) > len(having):
+            figures = [value for _, value in having]
             axis.scatter(x, figures, s=60, marker="_", c=_SERIES[1], label="median")
     for axis in panels[len(names) :]:
         axis.set_visible(False)

@@ -16,7 +16,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.sweep import Search
+from hpml_orchestrator.jobfile.sweep import Search, Sweep
 
 Axis = CategoricalDistribution | FloatDistribution | IntDistribution
 """The values of an axis: a list, or a range of fractions or whole numbers."""
@@ -27,18 +27,20 @@ _TRUNCATED = 0.2  # share of a generation that is replaced by copies of an equal
 
 
 def evolve(
-    trials: Sequence[FrozenTrial], axes: Mapping[str, Axis], search: Search, rng: random.Random
+    trials: Sequence[FrozenTrial], axes: Mapping[str, Axis], sweep: Sweep, rng: random.Random
 ) -> FrozenTrial | None:
     """Return the next trial of aging evolution.
 
     The population is the youngest `population` trials that completed, so each dies of age, not of
     a bad score. The best of a random tournament is the parent; every second trial takes each value
-    from it or from the winner of a second tournament. Then one value mutates.
+    from it or from the winner of a second tournament. Then one value mutates. An axis that applied
+    to no parent gets a random value.
 
     Returns:
         A running trial with its `parents` and `generation` as attributes; None while the first
         population is drawn at random.
     """
+    search = sweep.search
     alive = [trial for trial in trials if trial.state is TrialState.COMPLETE][-search.population :]
     # All trials count here, not only completed ones: otherwise parallel runs would draw more than
     # one population at random before the first run ends.
@@ -46,9 +48,14 @@ def evolve(
         return None
     size = min(search.tournament, len(alive))
     parents = [_ranked(rng.sample(alive, size), search)[0] for _ in range(rng.choice((1, 2)))]
-    values = {name: rng.choice(parents).params[name] for name in axes}
-    # An axis with a single value cannot mutate; choosing it would run a copy of the parent.
-    name = rng.choice([name for name, axis in axes.items() if not axis.single()] or [*axes])
+    values = {}
+    for name, axis in axes.items():
+        known = [parent.params[name] for parent in parents if name in parent.params]
+        values[name] = rng.choice(known) if known else value_at(axis, rng.random())
+    # An axis with a single value cannot mutate, nor one that does not apply; choosing it would run
+    # a copy of the parent.
+    applying = sweep.applying(values)
+    name = rng.choice([name for name in applying if not axes[name].single()] or [*axes])
     values[name] = _changed(axes[name], values[name], _MUTATION, rng)
     generation = 1 + max(parent.user_attrs.get("generation", 0) for parent in parents)
     return _child(parents, values, axes, generation=generation)
@@ -106,7 +113,7 @@ def train_on(
 
 
 def _ranked(trials: Iterable[FrozenTrial], search: Search) -> list[FrozenTrial]:
-    return sorted(trials, key=lambda trial: trial.values[0], reverse=search.direction == "maximize")
+    return sorted(trials, key=lambda trial: trial.values[0], reverse=search.maximize)
 
 
 def _child(
@@ -147,3 +154,20 @@ def _changed(axis: Axis, value: Any, width: float, rng: random.Random) -> Any:
         # value.
         width *= 1.5
     return changed
+
+
+def value_at(axis: Axis, share: float) -> object:
+    """Return the value of an axis at a share of its length, from 0 to below 1."""
+    if isinstance(axis, CategoricalDistribution):
+        return axis.choices[int(share * len(axis.choices))]
+    if axis.log:
+        edge = 0.5 if isinstance(axis, IntDistribution) else 0.0  # before rounding
+        low, high = math.log(axis.low - edge), math.log(axis.high + edge)
+        number = math.exp(low + share * (high - low))
+        number = round(number) if edge else number
+    elif axis.step:
+        steps = round((axis.high - axis.low) / axis.step) + 1
+        number = axis.low + axis.step * int(share * steps)
+    else:
+        number = axis.low + share * (axis.high - axis.low)
+    return axis.to_external_repr(min(max(number, axis.low), axis.high))

@@ -83,7 +83,7 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow]) -> _Figure | None:
     search = plan.spec.search
     metric = search.metric_name
     if metric and "second" not in metric and any(row.metric is not None for row in rows):
-        return _Figure("metric", metric, maximize=search.direction == "maximize")
+        return _Figure("metric", metric, maximize=search.maximize)
     # The unit of a loss is the program's own, so the margin is a share of it; 1 % of a perplexity,
     # exp(loss), is the stricter one: 0.01 of the loss.
     names = {name for row in rows for name in numbers(row.result)}

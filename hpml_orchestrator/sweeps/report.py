@@ -16,13 +16,14 @@ from dataclasses import replace
 from statistics import fmean
 
 from hpml_orchestrator import __version__
+from hpml_orchestrator.jobfile.sweep import SEARCHES
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.spec.sweep import SEARCHES
 from hpml_orchestrator.sweeps import (
     answers,
     doubts,
     notices,
+    pareto,
     ranking,
     selection,
     statistics,
@@ -114,8 +115,9 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED", CONTINUED}]),
         provenance=_provenance(plan, rows),
         communication=communication([row for row in ordered if _complete(row)]),
+        objectives=plan.spec.search.objectives,
     )
-    report = ranking.ranked(report)
+    report = pareto.with_front(report) if report.objectives else ranking.ranked(report)
     report = replace(
         report,
         fits=tuple(fits_of(report)),
@@ -192,7 +194,7 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> Ra
     if is_time_to_target(name):
         slowest = max(metrics, default=None)
         return RankedFigure("metric", name, "s", maximize=False, slowest=slowest)
-    return RankedFigure("metric", name, "", maximize=search.direction == "maximize")
+    return RankedFigure("metric", name, "", maximize=search.maximize)
 
 
 def _setting(
@@ -220,12 +222,13 @@ def _setting(
     lost, is_third = doubts.lost(diverged, missing, len(last))
     timed_out = doubts.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs))
     estimate, unranked = selection.figure_of(figure, rows, len(runs), samples["figure"])
-    values = wording.values_text(point.values)
+    values = wording.values_text(plan.values_of(point))
     scale = wording.scale_text(point.scale, plan.unit) if point.scale is not None else ""
     means = {
         "work": _mean(_work(row) for row in runs),
         "steps": _mean(row.steps for row in runs),
         "epochs": _mean(row.epochs for row in runs),
+        "epochs_to_target": _mean(row.epochs_to_target for row in runs),
         "queue_seconds": _mean(row.phases.get("queue") for row in runs),
         "data_wait_ratio": _mean(row.data_wait_ratio for row in runs),
         "gpu_active": _mean(row.gpu_active for row in runs),
@@ -264,6 +267,7 @@ def _setting(
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
+        objectives=pareto.objectives(runs, plan.spec.search.objectives),
         doubt="; ".join(filter(None, (timed_out, lost if is_third else ""))),
     )
 

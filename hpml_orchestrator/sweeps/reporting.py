@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.check.changes import diagnose_run
+from hpml_orchestrator.diagnosis.averaging import Averaging, averaging
 from hpml_orchestrator.diagnosis.diagnose import diagnose, share_of_run
 from hpml_orchestrator.diagnosis.report import Page
 from hpml_orchestrator.diagnosis.templates import percent
@@ -15,6 +17,7 @@ from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
 from hpml_orchestrator.sweeps.facts import MEASURED
+from hpml_orchestrator.sweeps.mlperf import results
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import directory_of, read, read_head, sweeps
 from hpml_orchestrator.sweeps.power import noise_of, sensitivity
@@ -69,14 +72,20 @@ class SweepReport(Page):
         return to_html(self.facts)
 
 
-def read_report(store: Store, plan: SweepPlan) -> SweepReport:
-    """Return the report of a sweep, with the trials that a search has chosen so far."""
+def read_report(store: Store, plan: SweepPlan, *, mlperf: bool = False) -> SweepReport:
+    """Return the report of a sweep, with the trials that a search has chosen so far.
+
+    Raises:
+        InputError: `mlperf` asks for times to a target, and the runs have none.
+    """
     facts = build(with_trials(store, plan), Table(store, plan).rows())
     answer = [*facts.answer]
     # What the sweep could find ends the answer, if the answer has it.
     end = len(answer) - (answer[-1:] == [*sensitivity(facts)] != [])
     answer[end:end] = _held_back(store, facts)
-    return SweepReport(replace(facts, answer=tuple(answer)))
+    averaged = _averaging(store, plan, facts) if facts.scaling else {}
+    times = results(facts) if mlperf else ()
+    return SweepReport(replace(facts, answer=tuple(answer), averaging=averaged, mlperf=times))
 
 
 def earlier_noise(store: Store, planned: SweepPlan) -> tuple[float, str] | None:
@@ -109,9 +118,7 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
     }
     part = max(shares, key=lambda name: shares[name], default="")
     share = shares.get(part, 0.0)
-    rows = [one.row for one in facts.attempts if one.setting == best.number]
-    runs = sorted((row.total_seconds or 0.0, row.run) for row in rows if row.state == MEASURED)
-    run = runs[len(runs) // 2][1]
+    run = _median_run(facts, best.number)
     kind, text, cost = _first_finding(store, run)
     if text and (cost >= share or share < _SMALL_SHARE or part in _PARTS_OF.get(kind, ())):
         yield f"What held it back: {text} (hpml report {run})."
@@ -121,6 +128,25 @@ def _held_back(store: Store, facts: SweepFacts) -> Iterator[str]:
         yield f"{took} (median run; hpml report {run})."
         if text:
             yield f"In that run also: {text}."
+
+
+def _median_run(facts: SweepFacts, setting: int) -> str:
+    rows = [one.row for one in facts.attempts if one.setting == setting]
+    runs = sorted((row.total_seconds or 0.0, row.run) for row in rows if row.state == MEASURED)
+    return runs[len(runs) // 2][1] if runs else ""
+
+
+def _averaging(store: Store, plan: SweepPlan, facts: SweepFacts) -> dict[int, Averaging]:
+    found: dict[int, Averaging] = {}
+    for setting in facts.settings:
+        # A sweep has a report without the record of one run, too.
+        with contextlib.suppress(HpmlError):
+            if run := _median_run(facts, setting.number):
+                state = state_of(store, store.resolve(run))
+                diagnosis = diagnose_run(state, site=plan.site, notice=lambda _: None)
+                if averaged := averaging(diagnosis.facts):
+                    found[setting.number] = averaged
+    return found
 
 
 def _first_finding(store: Store, run: str) -> tuple[str, str, float]:

@@ -11,11 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hpml_orchestrator.diagnosis.contention import most_contended
 from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
+from hpml_orchestrator.jobfile.sweep import MetricPattern
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.facts import ranks_of
 from hpml_orchestrator.runs.life import Life, read_life
@@ -28,11 +30,10 @@ from hpml_orchestrator.runs.reporting.monitor import (
     numbers,
 )
 from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
-from hpml_orchestrator.runs.request import RecordedJob, recorded_job
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
@@ -43,11 +44,11 @@ TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 DEFAULT_METRICS = ("validation_accuracy", "test_accuracy")
 """What a sweep chooses by if its file names no metric: the first that its runs report."""
 
-_RATE = "samples_per_second"  # programs that report their counters need not report it
 _EVALUATED = "accuracy of the last evaluation"
 
 
 Requeued: TypeAlias = Mapping[str, Any]
+_Evaluation: TypeAlias = tuple[float | None, float, float | None]  # seconds, accuracy, epoch
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class PointRow:
     # accuracy. Empty if none was reported, or if the run continues one that Slurm requeued.
     evaluations: Sequence[tuple[float, float]] = ()
     seconds_to_accuracy: float | None = None  # None if the target was not reached
+    epochs_to_target: float | None = None  # of the evaluation that first reached `target_accuracy`
     target_accuracy: float | None = None  # to which `seconds_to_accuracy` belongs: the program's
     evaluation_every: float | None = None  # epochs
     metric: float | None = None  # the figure that a search optimises and a grid is ranked by
@@ -129,6 +131,15 @@ def is_time_to_target(figure: str) -> bool:
     return figure.startswith(("seconds_to_", "time_to_"))
 
 
+def objective(row: PointRow, name: str) -> float | None:
+    """Return one of several figures that a sweep compares, if the run has it.
+
+    Every run has the figures `total_seconds` and, if it counts, `samples_per_second`.
+    """
+    known = {name: getattr(row, name) for name in ("total_seconds", "samples_per_second")}
+    return numbers(row.result).get(name, known.get(name))
+
+
 def metric_name(plan: SweepPlan, rows: Iterable[PointRow]) -> str:
     """Return the figure that a sweep chooses by; empty until a run decides it.
 
@@ -154,7 +165,8 @@ def row_of(
     shared, hours = _shared(replace(state.submission, index=None)), None
     try:
         summary, attempts = summarise(state), state.run.attempts()
-        hours, life = hours_of(state, shared.job, now=state.ended), read_life(state, summary)
+        asked = shared.job.resources
+        hours, life = hours_of(state, asked, now=state.ended), read_life(state, summary)
         placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
@@ -188,6 +200,8 @@ def row_of(
         diverged = diverged or f"{name} is NaN"
     whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
     per_rank = whole.get("batch_size_per_rank")
+    total = (own or took or 0.0) + earlier or None
+    own_figures = {"samples_per_second": summary.samples_per_second, "total_seconds": total}
     world = whole.get("world_size") or summary.world_size or None
     energy_kwh, gpu_active = _monitored(summary, attempts[:-1])
     return PointRow(
@@ -202,7 +216,7 @@ def row_of(
         started=state.started or (begun.time if begun else None),
         ended=state.ended,
         phases=phases,
-        total_seconds=(own or took or 0.0) + earlier or None,
+        total_seconds=total,
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
@@ -211,12 +225,13 @@ def row_of(
         diverged=diverged,
         evaluations=_best_so_far(evaluations),
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
+        epochs_to_target=_epochs_to(told.get("target_accuracy"), evaluations),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
         metric=(
-            told.get(metric, summary.samples_per_second if metric == _RATE else None)
-            if wanted is None or isinstance(wanted, str)
-            else _last_match(wanted.pattern, state)
+            _last_match(wanted.pattern, state)
+            if isinstance(wanted, MetricPattern)
+            else told.get(metric, own_figures.get(metric))
         ),
         metric_name=metric,
         batch_per_rank=per_rank,
@@ -233,7 +248,7 @@ def row_of(
         requeued=requeued,
         energy_kwh=energy_kwh,
         gpu_active=gpu_active,
-        cpu_contention=_contention(state, summary, shared.fields),
+        cpu_contention=_contention(state, summary, shared.job),
         data_reused=any(one.reused for one in summary.stages) if summary.stages else None,
         device=str(result.get("device", "")),
         result=result,
@@ -274,8 +289,8 @@ def _requeued(attempt: Attempt) -> Requeued:
     }
 
 
-def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]]:
-    """Return time since the warm-up began, and accuracy, of the last attempt's evaluations.
+def _evaluations(attempts: Sequence[Attempt]) -> list[_Evaluation]:
+    """Return time since the warm-up began, accuracy and epoch of the last attempt's evaluations.
 
     The accuracy is NaN after the training diverged. The time is None after a requeue: such a run
     may continue from a checkpoint, so the time of its training is unknown.
@@ -289,13 +304,22 @@ def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]
             names = [name for name in known if name in event.data]
             data = numbers(dict(event.data))
             # The channel has null for NaN.
-            found += [(event.time, data.get(name, math.nan)) for name in names[:1]]
-    if all(math.isnan(value) for _, value in found):
+            epoch = data.get("epoch")
+            found += [(event.time, data.get(name, math.nan), epoch) for name in names[:1]]
+    if all(math.isnan(value) for _, value, _ in found):
         return []  # never measured, or no figure from the start
     start = None if len(attempts) > 1 else began
     return [
-        (None if start is None else max(0.0, time - start), value) for time, value in sorted(found)
+        (None if start is None else max(0.0, time - start), value, epoch)
+        for time, value, epoch in sorted(found, key=itemgetter(0))
     ]
+
+
+def _epochs_to(target: float | None, evaluations: Iterable[_Evaluation]) -> float | None:
+    """Return the epoch whose evaluation first reached a target."""
+    if target is None:
+        return None
+    return next((epoch for _, value, epoch in evaluations if value >= target), None)
 
 
 def lost_figure(result: Mapping[str, object], metric: str, known: Collection[str] = ()) -> str:
@@ -334,12 +358,10 @@ def _last_match(pattern: str, state: State) -> float | None:
     return found
 
 
-def _best_so_far(
-    evaluations: Sequence[tuple[float | None, float]],
-) -> tuple[tuple[float, float], ...]:
+def _best_so_far(evaluations: Sequence[_Evaluation]) -> tuple[tuple[float, float], ...]:
     """Return evaluations better than all earlier ones: they show when a target was met."""
     best, kept = -math.inf, []
-    for time, value in evaluations:
+    for time, value, _ in evaluations:
         if time is not None and value > best:
             best = value
             kept.append((round(time, 6), value))
@@ -347,7 +369,7 @@ def _best_so_far(
 
 
 def _accuracy(
-    told: Mapping[str, float], evaluations: Sequence[tuple[float | None, float]]
+    told: Mapping[str, float], evaluations: Sequence[_Evaluation]
 ) -> tuple[str, float | None]:
     """Return the name and value of a run's accuracy, preferably on test data.
 
@@ -398,7 +420,7 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
     return ""
 
 
-def _contention(state: State, summary: Summary, job: JobFields) -> float | None:
+def _contention(state: State, summary: Summary, job: Job) -> float | None:
     with contextlib.suppress(ValueError):  # a damaged list of CPUs
         ranks = ranks_of(summary)
         return most_contended(Facts(state.submission.label, state.state, True, job, ranks=ranks))
@@ -423,8 +445,7 @@ def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> tuple[float | No
 class _Shared(NamedTuple):
     """What all tasks of a submission share."""
 
-    job: RecordedJob
-    fields: JobFields  # the same as the record has them
+    job: Job
     queued: float | None
     code: str
     environment: str
@@ -442,10 +463,10 @@ def _shared(submission: Submission) -> _Shared:
         diff = read_text_or_nothing(submission.directory / "dirty.diff")
         digest = _digest("\n".join([diff, *git["untracked"]]))
         code += f"+dirty-{digest}"
-    parts = [record["job"]["environment"], record["provenance"]["python"]]
+    job = submission.requested_job(record)
+    parts = [job.environment.to_json(), record["provenance"]["python"]]
     digest = _digest(json.dumps(parts, sort_keys=True))
-    job = recorded_job(submission)
-    return _Shared(job, record["job"], submission.started_at(), code, digest)
+    return _Shared(job, submission.started_at(), code, digest)
 
 
 def _digest(text: str) -> str:

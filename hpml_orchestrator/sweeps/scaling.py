@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.sweep import BatchSize, Sweep
+from hpml_orchestrator.jobfile.sweep import BatchSize, Sweep
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Job, Resources
+    from hpml_orchestrator.records.job import Job, Resources
 
 SEED_ARGUMENTS = "--seed --random-seed --random_seed".split()
 """Usual names of the argument that is the random seed."""
@@ -61,6 +61,11 @@ class ProgramArguments:
         if not places:
             self.words.append(f"{name.removesuffix('=')}={value}")
 
+    def remove(self, name: str) -> None:
+        """Remove an argument and its value wherever it is given."""
+        for index, prefix in reversed(self._places(name)):
+            del self.words[index if prefix else index - 1 : index + 1]
+
     def flag(self, name: str, *, on: bool) -> None:
         """Add an argument without a value, or remove it."""
         self.words = [word for word in self.words if word != name] + [name] * on
@@ -80,7 +85,7 @@ def check_base(job: Job, file: object) -> None:
         raise InputError(
             "a sweep makes the arrays itself; the base job must be a single job",
             field="array",
-            value=job.array,
+            value=str(job.array),
             hint=f"remove `array` from {file}",
         )
     if job.checkpoint.enabled and not job.checkpoint.is_per_run:
@@ -137,7 +142,7 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, objec
         raise refused(
             f"does not fill whole nodes of {each} GPUs", f"use multiples of {each}, or fewer"
         )
-    kind, _, _ = resources.gpus.rpartition(":")
+    kind, _, _ = str(resources.gpus).rpartition(":")
     fields: list[tuple[str, object]] = [
         ("resources.nodes", nodes),
         ("resources.gpus", f"{kind}:{here}" if kind else str(here)),

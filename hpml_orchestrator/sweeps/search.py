@@ -13,29 +13,30 @@ import random
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
-from optuna.samplers import GPSampler, RandomSampler, TPESampler
+from optuna.samplers import CmaEsSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from scipy.stats import qmc
 
 from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.spec.problems import combined
-from hpml_orchestrator.spec.sweep import MetricPattern, Range, Sweep
+from hpml_orchestrator.jobfile.axes import Range
+from hpml_orchestrator.jobfile.problems import combined
+from hpml_orchestrator.jobfile.sweep import MetricPattern, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
-from hpml_orchestrator.sweeps.population import Axis, evolve, train_on
-from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target
+from hpml_orchestrator.sweeps.population import Axis, evolve, train_on, value_at
+from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target, objective
 from hpml_orchestrator.sweeps.targets import seconds_to_target
 
 STUDY = "study.journal"
@@ -55,18 +56,43 @@ def check_search(sweep: Sweep) -> None:
         InputError: settings contradict each other, or a package is missing; all are named.
     """
     search, trials, pbt = sweep.search, sweep.search.trials, sweep.mode == "pbt"
-    needs_torch = sweep.mode == "bayes" and search.sampler == "gp" and not find_spec("torch")
+    gp = sweep.mode == "bayes" and search.sampler == "gp"
     too_large = sweep.mode in ("evolution", "pbt") and 2 * search.population > trials
     fed = (
         f"must be at most {trials // 2}, half of the {trials} trials, as a population needs two "
         f"generations; or raise search.trials to {2 * search.population}"
     )
-    backwards = search.direction == "maximize" and is_time_to_target(search.metric_name)
+    several, cmaes = search.objectives, sweep.mode == "bayes" and search.sampler == "cmaes"
+    ranges = sum(isinstance(axis, Range) for axis in sweep.axes.values())
+    backwards = search.maximize and is_time_to_target(search.metric_name)
     pruned = search.pruner != "none" and (pbt or sweep.count > 1)
     checks: list[tuple[object, str, str]] = [
-        (needs_torch, "search.sampler", "needs `pip install torch`"),
+        (gp and not find_spec("torch"), "search.sampler", "needs `pip install torch`"),
+        (cmaes and not find_spec("cmaes"), "search.sampler", "needs `pip install cmaes`"),
+        (
+            cmaes and ranges < max(2, len(sweep.axes)),  # Optuna would draw the others at random
+            "search.sampler",
+            "needs two or more axes, all of them ranges; use tpe for lists of values",
+        ),
+        (several and (cmaes or gp), "search.sampler", "is for one figure; use tpe for several"),
+        (gp and sweep.conditions, "search.sampler", "draws axes with `when` at random; use tpe"),
+        (sweep.mode == "pbt" and sweep.conditions, "axes", "must have no `when` in mode pbt"),
         (too_large, "search.population", fed),
-        (backwards, "search.direction", f"must be minimize, since {search.metric} is a time"),
+        (
+            several and any(map(is_time_to_target, several)),
+            "search.metric",
+            "a time to a target is none of several figures: a run that misses it has none",
+        ),
+        (
+            several and search.pruner != "none",
+            "search.pruner",
+            "must be none with several figures",
+        ),
+        (
+            not several and backwards,
+            "search.direction",
+            f"must be minimize, since {search.metric} is a time",
+        ),
         (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (pruned, "search.pruner", "must be none with repeats and in mode pbt"),
         (
@@ -92,6 +118,7 @@ def sampler_text(sweep: Sweep) -> str:
         return f"random: all {trials} trials"
     kind = {
         "gp": "GP (Gaussian process)",
+        "cmaes": "CMA-ES, from the middle of the ranges",
         "evolution": "evolution",
         "pbt": "population-based training",
     }.get(sweep.search.sampler if mode == "bayes" else mode, "TPE")
@@ -109,6 +136,8 @@ def _first_trials(sweep: Sweep) -> int:
     # Powers of two keep Sobol's points balanced. Trials that start at the same time cannot learn
     # from each other.
     at_once = -(-(sweep.parallel or 1) // sweep.count)
+    if search.sampler == "cmaes":  # it learns from its own trials only
+        return min(search.trials, at_once)
     return min(search.trials, max(8 if search.trials >= 20 else 4, at_once))  # noqa: PLR2004
 
 
@@ -154,11 +183,11 @@ class Searcher:
     def __init__(self, directory: Path, plan: SweepPlan, storage: JournalStorage) -> None:
         self._runs = directory.parent.parent / "runs"
         self._plan, self._sweep, self._storage = plan, plan.spec, storage
-        self._axes = {name: _distribution(axis) for name, axis in self._sweep.axes.items()}
+        self._axes = {name: _distribution(axis) for name, axis in self._sweep.domains.items()}
         self._study = optuna.create_study(
             storage=storage,
             study_name=plan.id,
-            direction=self._sweep.search.direction,
+            directions=self._sweep.search.directions,
             pruner=_PRUNERS[self._sweep.search.pruner](),
             load_if_exists=True,
         )
@@ -268,9 +297,12 @@ class Searcher:
             # After a kill in between they are simply written again.
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(self._id_of(trial), name, value)
-            figure = self._figure(trial, last)
-            if figure is not None:
-                self._study.tell(trial.number, figure)
+            names = self._sweep.search.objectives
+            figures = [_median(last, partial(objective, name=name)) for name in names]
+            figures = figures or [self._figure(trial, last)]
+            known = [figure for figure in figures if figure is not None]
+            if len(known) == len(figures):
+                self._study.tell(trial.number, known)
             else:  # the value of a pruned one is the last that was reported
                 state = TrialState.PRUNED if "PRUNED" in states else TrialState.FAIL
                 self._study.tell(trial.number, state=state)
@@ -288,10 +320,7 @@ class Searcher:
             self._storage.set_trial_user_attr(self._id_of(trial), _MISSED, value=True)
             trained = statistics.median(row.training_seconds or 0.0 for row in rows)
             return max(trained, 2 * _slowest(self._trials()))
-        values = [row.metric for row in rows if row.state == "COMPLETED"]
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        # Without the runs that diverged, the median would be that of the lucky ones.
-        return statistics.median(known) if known and len(known) == len(values) else None
+        return _median(rows, attrgetter("metric"))
 
     def _may_ask(self) -> bool:
         search, made = self._sweep.search, len(self._trials())
@@ -307,6 +336,9 @@ class Searcher:
         tried = [trial.params for trial in trials] if self._sweep.mode == "evolution" else []
         for _ in range(_DRAWS):
             trial = self._draw(trials, rng)
+            values = self._sweep.applying(trial.params)
+            trial.distributions = {name: trial.distributions[name] for name in values}
+            trial.params = values
             if trial.params not in tried:
                 break
         self._study.add_trial(trial)
@@ -315,7 +347,7 @@ class Searcher:
     def _draw(self, trials: Sequence[FrozenTrial], rng: random.Random) -> FrozenTrial:
         search, mode, trial = self._sweep.search, self._sweep.mode, None
         if mode == "evolution":
-            trial = evolve(trials, self._axes, search, rng)
+            trial = evolve(trials, self._axes, self._sweep, rng)
         elif mode == "pbt":
             trial = train_on(trials, self._axes, search, rng, runs=self._runs)
         elif mode == "bayes":
@@ -327,11 +359,18 @@ class Searcher:
         # Optuna writes a trial in many steps, and a kill would leave half of one. So it is made in
         # a copy of the study in memory, and the journal gets it whole.
         sampler = _sampler(self._sweep, rng.getrandbits(32))
-        study = optuna.create_study(direction=search.direction, sampler=sampler)
+        study = optuna.create_study(directions=search.directions, sampler=sampler)
         if mode == "bayes":
             study.add_trials(trials)
         study.ask(dict(self._axes))
         return study.get_trials(deepcopy=False)[-1]
+
+
+def _median(rows: Collection[PointRow], figure: Callable[[PointRow], float | None]) -> float | None:
+    values = [figure(row) for row in rows if row.state == "COMPLETED"]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    # Without the runs that diverged, the median would be that of the lucky ones.
+    return statistics.median(known) if known and len(known) == len(values) else None
 
 
 def _slowest(trials: Sequence[FrozenTrial]) -> float:
@@ -370,6 +409,8 @@ def _sampler(sweep: Sweep, seed: int) -> optuna.samplers.BaseSampler:
         return RandomSampler(seed)
     if sweep.search.sampler == "gp":
         return GPSampler(seed=seed, n_startup_trials=1)
+    if sweep.search.sampler == "cmaes":
+        return CmaEsSampler(seed=seed, n_startup_trials=1)
     return TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
 
 
@@ -379,22 +420,5 @@ def _evenly(axes: Mapping[str, Axis], seed: int, number: int) -> FrozenTrial:
     if number:
         points.fast_forward(number)
     pairs = zip(axes.items(), points.random()[0].tolist(), strict=True)
-    values = {name: _value_at(axis, share) for (name, axis), share in pairs}
+    values = {name: value_at(axis, share) for (name, axis), share in pairs}
     return create_trial(state=TrialState.RUNNING, params=values, distributions=dict(axes))
-
-
-def _value_at(axis: Axis, share: float) -> Any:
-    """Return the value of an axis at a share of its length, from 0 to below 1."""
-    if isinstance(axis, CategoricalDistribution):
-        return axis.choices[int(share * len(axis.choices))]
-    if axis.log:
-        edge = 0.5 if isinstance(axis, IntDistribution) else 0.0  # before rounding
-        low, high = math.log(axis.low - edge), math.log(axis.high + edge)
-        number = math.exp(low + share * (high - low))
-        number = round(number) if edge else number
-    elif axis.step:
-        steps = round((axis.high - axis.low) / axis.step) + 1
-        number = axis.low + axis.step * int(share * steps)
-    else:
-        number = axis.low + share * (axis.high - axis.low)
-    return axis.to_external_repr(min(max(number, axis.low), axis.high))

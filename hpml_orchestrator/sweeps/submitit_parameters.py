@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.values import (
+from hpml_orchestrator.records.units import (
     Gpus,
     format_time,
     parse_gpu_option,
@@ -24,7 +24,7 @@ from hpml_orchestrator.spec.values import (
 )
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Resources
+    from hpml_orchestrator.records.job import Resources
 
 _SLURM = {
     "job_name": "name",
@@ -140,7 +140,7 @@ def derived_from(given: Parameters, resources: Resources) -> tuple[dict[str, obj
     fields: dict[str, object] = {}
     options = {name: given[name] for name in _DIRECTIVES if name in given}
     options |= given["additional_parameters"]
-    ranks, gpus, cpus = resources.ranks_per_node or 1, parse_gpus(resources.gpus), 0
+    ranks, gpus, cpus = resources.ranks_per_node or 1, resources.gpus, 0
     if "gres" in given:
         parts = [*split_list(str(given["gres"]))]
         of_gpus = [part for part in parts if _GPU_PART.match(part)]

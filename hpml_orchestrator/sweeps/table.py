@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError
+from hpml_orchestrator.jobfile.sweep import MetricPattern
 from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json, write_text
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.spec.sweep import MetricPattern
 from hpml_orchestrator.sweeps.limits import SweepLimits
 from hpml_orchestrator.sweeps.plan import directory_of
-from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target
+from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target, objective
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,10 +183,13 @@ class Table:
         spec, search = self._plan.spec, self._plan.spec.search
         named = spec.mode == "grid" and search.metric is not None and not self._plan.trial
         complete = [row for row in self.finished.values() if row.state == "COMPLETED"]
-        name = search.metric_name or " or ".join(DEFAULT_METRICS)
+        others = [*search.objectives][1:]
+        first = search.metric_name or " or ".join(DEFAULT_METRICS)
+        lacking = (one for one in others if all(objective(row, one) is None for row in complete))
+        name = next(lacking, first)
         # A figure that is null or NaN is in the result; a missed target may not be.
         timed = is_time_to_target(name)
-        known = any(
+        known = name == first and any(
             row.metric is not None
             or name in row.result
             or (timed and row.target_accuracy is not None)

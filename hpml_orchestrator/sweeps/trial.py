@@ -7,22 +7,22 @@ reports its steps through the channel, else they run to their end.
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
 from hpml_orchestrator.errors import counted
+from hpml_orchestrator.jobfile.paths import with_texts
+from hpml_orchestrator.jobfile.problems import combined
+from hpml_orchestrator.jobfile.sweep import make_sweep
+from hpml_orchestrator.jobfile.validate import wrong_fields
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.tuned import job_of_run, refuse_unchangeable
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.sweep import make_sweep
-from hpml_orchestrator.spec.values import format_time, parse_time
+from hpml_orchestrator.runs.apply import job_of_run, refuse_unchangeable
 from hpml_orchestrator.sweeps.plan import Point, Shape, SweepEstimate, SweepPlan, Trial
 from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, ProgramArguments, check_base
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
@@ -30,7 +30,7 @@ from hpml_orchestrator.sweeps.wording import accuracy_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
-    from hpml_orchestrator.records.schema import JobFields
+    from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.sweeps.rows import PointRow
 
@@ -89,9 +89,10 @@ def make_trial(
         InputError: nothing can be tried, or the run cannot be repeated.
     """
     record, label = submission.record(), submission.label
-    refuse_unchangeable(record, label, chosen)
+    ran = job_of_run(submission)
+    refuse_unchangeable(ran, label, chosen)
     count, seconds = repeats or MIN_REPEATS, minutes * 60 if facts.channel else 0.0
-    original = _single(job_of_run(submission), submission.index)
+    original = _single(ran, submission.index)
     changed = changed_job(original, chosen.fields)
     jobs = [_shortened(job, facts, seconds) for job in (original, changed)]
     placeholders = {}
@@ -100,6 +101,8 @@ def make_trial(
         placeholders = {"seed": "seed"}
         jobs = [_with_seed(job, seed) for job in jobs]
     for job in jobs:
+        if problems := wrong_fields(job.to_json()):
+            raise combined(problems, "")
         check_base(job, record["job_file"])
     backend = str(record["backend"])
     sweep = make_sweep(
@@ -155,31 +158,26 @@ def make_trial(
     )
 
 
-def _single(job: JobFields, index: int | None) -> JobFields:
-    words = json.dumps(job)
-    if job["array"] is not None:
-        words = words.replace("{array.index}", str(index or 0))
-    single: JobFields = json.loads(words)
-    single["array"], single["after"], single["collect"] = None, [], []
-    single["resources"]["mail"] = None
-    return single
+def _single(job: Job, index: int | None) -> Job:
+    resources = replace(job.resources, mail=None)
+    if job.array is not None:
+        job = with_texts(job, lambda _, text: text.replace("{array.index}", str(index or 0)))
+    return replace(job, array=None, after=(), collect=(), resources=resources)
 
 
-def _shortened(fields: Mapping[str, object], facts: Facts, seconds: float) -> Job:
-    job = Job.model_validate(fields)
+def _shortened(job: Job, facts: Facts, seconds: float) -> Job:
     if not seconds:
         return job
     needed = int(2 * _setup(facts.phases) + seconds + _SPARE_SECONDS)
-    if needed >= parse_time(job.resources.time):
+    if needed >= job.resources.time:
         return job
-    resources = job.resources.model_copy(update={"time": format_time(needed)})
-    return job.model_copy(update={"resources": resources})
+    return replace(job, resources=replace(job.resources, time=needed))
 
 
 def _with_seed(job: Job, seed: str) -> Job:
     arguments = ProgramArguments(job.args)
     arguments.set(seed, "{point.seed}")
-    return job.model_copy(update={"args": arguments.words})
+    return replace(job, args=tuple(arguments.words))
 
 
 def _shape(number: int, name: str, job: Job) -> Shape:
@@ -188,12 +186,12 @@ def _shape(number: int, name: str, job: Job) -> Shape:
     return Shape(
         number=number,
         fixed={_AXIS: name},
-        job=job.model_dump(mode="json"),
+        job=job,
         nodes=resources.nodes,
         ranks=ranks,
         gpus=resources.nodes * resources.gpu_count,
         cores=ranks * resources.cpus_per_rank,
-        seconds=parse_time(resources.time),
+        seconds=resources.time,
     )
 
 

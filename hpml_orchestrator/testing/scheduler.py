@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.records.array import parse_array
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
-from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.testing.clock import FakeClock
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 # submission, under `set -euo pipefail`, and calls them in this order:
 #
 #   hpml_begin        claim this attempt; from here on the end of the script is recorded
+#   hpml_checkpoints  name the directory of checkpoints: this run saves and continues
 #   hpml_agents       start one agent per node, which stages the data and plans the ranks
 #   hpml_module_init  find the `module` command; hpml_load_module, hpml_activate_conda
 #   hpml_setup_begin  … hpml_setup_end: around the lines of `environment.setup`
-#   hpml_wait_ready   wait until every node is ready
+#   hpml_wait_ready   wait until every node is ready, and export where it has the data
 #   hpml_rendezvous   choose address and port of the process group
 #   hpml_run          start the ranks, wait for them, and end the script with their status
 #
@@ -32,18 +33,20 @@ done
 echo "hpml: $SLURMD_NODENAME: the agent is not started again: no rank is asked to save any more" >&2
 exit "$status"'
 
-# hpml_begin PYTHON LAUNCHER [SECONDS]: claim this attempt. Of two jobs of one run the second ends here.
+# hpml_begin PYTHON SECONDS: claim this attempt. Of two jobs of one run the second ends here.
 #   PYTHON   runs hpml's own parts, whatever the script activates later; else python3
 #   SECONDS  the time limit
 # Sets hpml_submission, hpml_python (a command of hpml-node.pyz follows), hpml_bind (a rank's command
 # follows) and hpml_unbound (for each srun); exports HPML_ATTEMPT_DIR, HPML_RUN_DIR and HPML_JOB_KEY.
 hpml_begin() {
-  local archive=$PWD/hpml-node.pyz python=$1
-  hpml_submission=$PWD hpml_launcher=$2 hpml_agent='' hpml_ranks='' hpml_passed='' hpml_reason='' hpml_over=''
-  if [[ ! -r $archive ]]; then
-    echo "hpml: no hpml-node.pyz in $PWD: start job.sh in the directory that 'hpml render -o DIR' wrote" >&2
-    exit 78
-  fi
+  local archive=$PWD/hpml-node.pyz python=$1 name
+  hpml_submission=$PWD hpml_saves='' hpml_agent='' hpml_ranks='' hpml_passed='' hpml_reason='' hpml_over=''
+  for name in hpml-node.pyz agent.json; do
+    if [[ ! -r $PWD/$name ]]; then
+      echo "hpml: no $name in $PWD: start job.sh in the directory that 'hpml render -o DIR' wrote" >&2
+      exit 78
+    fi
+  done
   [[ -x $python ]] || python=python3
   hpml_python=("$python" -I -S "$archive")
 
@@ -60,9 +63,7 @@ hpml_begin() {
   export HPML_JOB_KEY=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
   # When the job began, and when its time limit ends it, if Slurm does not set them.
   export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)}
-  if [[ -n ${3-} ]]; then
-    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$((SLURM_JOB_START_TIME + $3))}
-  fi
+  export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$((SLURM_JOB_START_TIME + $2))}
   # shellcheck disable=SC2034  # job.sh uses it
   hpml_bind=("$python" -I -S -c "$hpml_bind_code" "$archive" "$HPML_ATTEMPT_DIR" --)
 
@@ -72,6 +73,14 @@ hpml_begin() {
   trap 'hpml_terminate HUP' HUP
   trap 'hpml_terminate QUIT' QUIT
   trap '' USR1 USR2  # until the agents listen
+}
+
+# hpml_checkpoints DIRECTORY: make and export the directory of checkpoints. A run that has one continues after
+# the ends that agent.json lists.
+hpml_checkpoints() {
+  hpml_saves=1
+  export HPML_CHECKPOINT_DIR=$1
+  mkdir -p -- "$1" || hpml_fail 78 'cannot make the directory of checkpoints' "$1"
 }
 
 # hpml_fail STATUS REASON …: end the script with that status, and record the reason.
@@ -92,10 +101,11 @@ hpml_finish() {
     echo "hpml: $hpml_reason" >&2
   fi
   [[ $code != 0 ]] || hpml_stop_agents
-  own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$code" "$hpml_reason" "$hpml_launcher") || :
+  own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$hpml_submission" "$code" "$hpml_reason") || :
   [[ $code == 0 ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
   # If the run continues, this job is requeued, or another one is submitted that continues it.
-  [[ -z ${HPML_CHECKPOINT-} ]] || own=$("${hpml_python[@]}" go-on "$HPML_ATTEMPT_DIR" "${own:-$code}") || own=75
+  [[ -z $hpml_saves ]] ||
+    own=$("${hpml_python[@]}" go-on "$HPML_ATTEMPT_DIR" "$hpml_submission" "${own:-$code}") || own=75
   exit "${own:-$code}"
 }
 
@@ -110,7 +120,7 @@ hpml_stop_agents() {
 # hpml_terminate SIGNAL: trap of the signals that end the job; hpml_finish follows.
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
-  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]] && kill -0 "$hpml_agent" 2>/dev/null; then
+  if [[ $1 == TERM && -n $hpml_saves && -n $hpml_ranks ]] && kill -0 "$hpml_agent" 2>/dev/null; then
     # The agents find out why: they let the ranks save, or end them at once if the job is cancelled. Without
     # them the ranks would run until SIGKILL, which this script would not survive either.
     # No `return` here: in a trap it would end `wait` and the function around it, too (bash 5.2).
@@ -129,11 +139,12 @@ hpml_pass_on() {
   "${hpml_python[@]}" note-signal "$HPML_ATTEMPT_DIR" "$1" || :
 }
 
-# hpml_agents OPTION …: start one agent per node in the background, for as long as the job.
+# hpml_agents [--shm DIRECTORY] [--local DIRECTORY] [--job-directory shm|local]… [--collect SOURCE TARGET]…:
+# start one agent per node in the background, for as long as the job. All else is in agent.json.
 # Sets hpml_shield (a launcher follows) and hpml_wait, for srun's --wait.
 hpml_agents() {
   # shellcheck disable=SC2034  # job.sh uses both
-  if [[ -z ${HPML_CHECKPOINT-} ]]; then
+  if [[ -z $hpml_saves ]]; then
     hpml_shield=() hpml_wait=60
   else
     # SIGTERM may mean that the ranks save and stop, so it must end no launcher. They need not end together.
@@ -143,7 +154,7 @@ hpml_agents() {
   env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
     srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
-    bash -c "$hpml_agent_code" agent "${hpml_python[@]}" agent "$HPML_ATTEMPT_DIR" "$@" &
+    bash -c "$hpml_agent_code" agent "${hpml_python[@]}" agent "$HPML_ATTEMPT_DIR" "$hpml_submission" "$@" &
   hpml_agent=$!
   trap 'hpml_pass_on USR1' USR1
   trap 'hpml_pass_on USR2' USR2
@@ -228,7 +239,9 @@ hpml_setup_end() {
 
 # Wait until every node is ready: then the ranks start, or none does.
 hpml_wait_ready() {
-  "${hpml_python[@]}" wait-ready "$HPML_ATTEMPT_DIR" "$SLURM_NNODES" "$hpml_agent"
+  local paths
+  paths=$("${hpml_python[@]}" wait-ready "$HPML_ATTEMPT_DIR" "$SLURM_NNODES" "$hpml_agent")
+  eval "$paths"
 }
 
 # Export MASTER_ADDR, the first node of the job, and MASTER_PORT, one below the ephemeral range that is free now.
@@ -279,7 +292,7 @@ hpml_need_mpirun() {
     hpml_fail 78 'no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules'
   # Its daemons are tasks of an srun, which get Slurm's SIGTERM. Versions before 5 read the first variable.
   # The value is split at each space.
-  if [[ -n ${HPML_CHECKPOINT-} && ${hpml_python[0]}${hpml_python[3]} != *[[:space:]]* ]]; then
+  if [[ -n $hpml_saves && ${hpml_python[0]}${hpml_python[3]} != *[[:space:]]* ]]; then
     export OMPI_MCA_orte_launch_agent="${OMPI_MCA_orte_launch_agent:-${hpml_python[*]} shield orted}"
     export PRTE_MCA_prte_launch_agent="${PRTE_MCA_prte_launch_agent:-${hpml_python[*]} shield prted}"
   fi
@@ -288,7 +301,7 @@ hpml_need_mpirun() {
 # hpml_run COMMAND …: start the ranks by this command, wait for them, and end the script with its status.
 hpml_run() {
   local code=0
-  ${HPML_CHECKPOINT:+"${hpml_python[@]}" shield} "$@" &
+  ${hpml_saves:+"${hpml_python[@]}" shield} "$@" &
   hpml_ranks=$!
   hpml_passed=1
   while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job
 
 TASKS = 10_000
 JOB = f'{{name: many, array: 0-{TASKS - 1}, command: [echo, "{{array.index}}"]}}\n'
@@ -34,9 +34,7 @@ def by_hpml(place: Path) -> None:
     path.write_text(JOB, "utf-8")
     rendered = render_job(load_job(path), Capabilities(sys.executable))
     environment = dict(os.environ)
-    prepare(
-        Store(place), rendered, backend="slurm", cluster="c", argv=["hpml"], environment=environment
-    )
+    prepare(Store(place), rendered, cluster="c", argv=["hpml"], environment=environment)
 
 
 def by_mkdir(place: Path) -> None:

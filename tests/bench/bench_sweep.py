@@ -40,8 +40,8 @@ from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hpml_orchestrator.jobfile.sweep import load_sweep
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.spec.sweep import load_sweep
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan
 from hpml_orchestrator.sweeps.rows import PointRow

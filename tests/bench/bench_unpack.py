@@ -27,12 +27,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpml_orchestrator.packing.shards import PackRequest, pack
-from hpml_orchestrator.staging.copy import CopyOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.progress import CopyProgress
+from hpml_orchestrator.staging.pack import PackRequest, pack
 from hpml_orchestrator.staging.request import StageRequest
-from hpml_orchestrator.staging.supply import open_source
+from hpml_orchestrator.staging.stage import open_source
 
 CPUS = len(os.sched_getaffinity(0))
 Way = Callable[[Path], None]

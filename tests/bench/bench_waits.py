@@ -27,10 +27,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
-import images_model
-
 import hpml_channel
 import hpml_waits
+import images_nets
 
 GOAL_PERCENT = 0.1
 RANKS, STEPS = 2, 50
@@ -38,7 +37,7 @@ RANKS, STEPS = 2, 50
 
 def digits() -> tuple[nn.Module, torch.Tensor]:
     """Return the CNN of ddp_images.py and a batch for it: steps of some milliseconds."""
-    return images_model.cnn(1, 10, 16, 0.2), torch.randn(32, 1, 8, 8)
+    return images_nets.cnn((1, 8, 8), 10, 16, 0.2), torch.randn(32, 1, 8, 8)
 
 
 def wide() -> tuple[nn.Module, torch.Tensor]:

@@ -8,19 +8,19 @@ from tests.cluster.hpml_on_slurm import PYTHON, Desk
 
 SCRIPT = """\
 import json
-from hpml_orchestrator import Job, JobFailedError, list_runs, run, submit
+from hpml_orchestrator import JobFailedError, list_runs, make_job, run, submit
 
 fields = {"launcher": "srun", "resources": {"nodes": 2, "memory": "100M", "time": "5m"}}
 text = 'echo "$SLURM_PROCID"; echo "{\\\\"loss\\\\": 2}" > "$HPML_RUN_DIR/result.json"'
-done = submit(Job(name="api", command=["bash", "-c", text], **fields))
+done = submit(make_job(name="api", command=["bash", "-c", text], **fields))
 before = done.state()
 after = done.wait(timeout=200)
 error = ""
 try:
-    run(Job(name="bad", command=["false"], **fields), timeout=200)
+    run(make_job(name="bad", command=["false"], **fields), timeout=200)
 except JobFailedError as failure:
     error = str(failure)
-slow = submit(Job(name="slow", command=["sleep", "600"], **fields))
+slow = submit(make_job(name="slow", command=["sleep", "600"], **fields))
 cancelled = slow.cancel()
 print(json.dumps({
     "id": done.id,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.rules import check
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.spec.job import Job
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import Desk, eventually
 from tests.cluster.rich_cluster import USER, as_user, enforce, rich_cluster
@@ -71,7 +71,7 @@ def generated(seed: int) -> Iterator[Job]:
             if dice.random() < chance * eagerness:
                 resources[field] = dice.choice(values)
         launcher = dice.choice(["srun", "torchrun"])
-        yield Job.model_validate(
+        yield Job.from_json(
             {"name": f"j{index}", "launcher": launcher, "command": ["true"], "resources": resources}
         )
 
@@ -118,7 +118,7 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         starts = state not in ("REFUSED", "PENDING")
         outcomes[state if state in ("REFUSED", "PENDING") else "STARTED"] += 1
         if starts == bool(errors):
-            asked = job.resources.model_dump(exclude_defaults=True)
+            asked = job.resources.to_json(defaults=False)
             wrong.append(f"{asked} {job.launcher}: {state} {reason}; found {[*map(str, errors)]}")
     site.run("scancel", f"--user={USER}", check=False)  # status 1 if none is left, from 24.11 on
     assert wrong == []

@@ -177,7 +177,7 @@ def test_a_stopped_rank_does_not_look_healthy(desk: Desk) -> None:
     log.write_text(
         re.sub(r'(?<="time":)[\d.]+', lambda at: str(float(at[0]) - 380), log.read_text())
     )
-    silent = r"no step for 6:2\d"
+    silent = r"no step for 6:[2-5]\d"  # the commands take their time on a busy machine
     said = desk.hpml("status", job["id"]).stdout + desk.hpml("show", job["id"]).stdout
     assert len(re.findall(rf"of 100 \(2%\), {silent} \(hang ends it at 30:00\)", said)) == 2, said
     assert re.search(f"stalled: {silent}", desk.hpml("top", job["id"]).stdout)

@@ -58,10 +58,13 @@ def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> Non
 
 
 def test_ranks_of_a_step_stage_once(desk: Desk, data: Path) -> None:
-    """Each rank's shell calls hpml stage, and one copies; a later step stages again."""
-    stage = f"{PYTHON} -m hpml_orchestrator.cli stage {data} --to shm --print reused; true"
-    told = [desk.slurm("srun", "-N1", "-n3", "sh", "-c", stage) for _ in range(2)]
-    assert [sorted(one.split()) for one in told] == [["no", "yes", "yes"]] * 2
+    """Each rank's shell calls hpml stage, and one copies; later jobs find it until cleaned."""
+    hpml = f"{PYTHON} -m hpml_orchestrator.cli"
+    stage = f"{hpml} stage {data} --to shm --print reused; true"
+    told = [desk.slurm("srun", "-wnode1", "-n3", "sh", "-c", stage) for _ in range(2)]
+    assert [sorted(one.split()) for one in told] == [["no", "yes", "yes"], ["yes"] * 3]
+    cleaned = desk.slurm("srun", "-wnode1", "sh", "-c", f"{hpml} stage clean --all")
+    assert f", copy of {data})" in cleaned
 
 
 def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:

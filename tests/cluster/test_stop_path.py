@@ -64,13 +64,9 @@ def start(
         pytest.skip("not installed: mpirun (Debian: openmpi-bin)")
     desk.more = dict(MPIRUN_AS_ROOT)
     directory = desk.directory / "by-hand"
-    desk.hpml("render", desk.job(launcher, launcher=launcher, **job), "-o", directory)
-    script = directory / "job.sh"
-    text = script.read_text("utf-8")
-    line = "set -euo pipefail\n"
-    assert text.count(line) == 1
-    variable = f"export HPML_CHECKPOINT='{json.dumps(options)}'\n"
-    script.write_text(text.replace(line, line + variable), "utf-8")
+    own = {"enabled": True, "requeue": [], **options}
+    file = desk.job(launcher, launcher=launcher, checkpoint=own, **job)
+    desk.hpml("render", file, "-o", directory)
     words = ("sbatch", "--parsable", "--output=job.log", *arguments, "job.sh")
     printed = desk.call(*words, cwd=directory).stdout
     submitted = {"job_id": printed.strip(), "directory": str(directory)}
@@ -169,6 +165,6 @@ def test_a_cancelled_job_ends_at_once(desk: Desk, job: dict[str, Any], launcher:
 
 def test_the_time_limit_is_preceded_by_a_request(desk: Desk, job: dict[str, Any]) -> None:
     """The limit is the one that Slurm has, here a minute in place of the script's five."""
-    submitted = start(desk, job, "srun", "--time=1", lead=50, time_limit=300)
+    submitted = start(desk, job, "srun", "--time=1", lead="0:50")
     assert_saved(desk, submitted, "time_limit")
     assert "TIME LIMIT" not in output(submitted)

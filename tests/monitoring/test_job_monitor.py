@@ -16,7 +16,7 @@ import pytest
 
 from deploy.gpusim.gpusim import Event, Process, State, a100
 from hpml_orchestrator.node.monitor import NodeMonitor
-from hpml_orchestrator.node.options import MonitorOptions
+from hpml_orchestrator.records.job import Monitor
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.reporting.monitor import monitor_lines, monitored_nodes
 from tests.patience import eventually
@@ -63,7 +63,7 @@ def test_gpus_of_the_job_are_summed_up(
     state = gpusim.write(State(gpus=(busy, *others)))
     attempt = tmp_path / "runs" / "r-1" / "attempts" / "0"
     (attempt / "nodes").mkdir(parents=True)
-    monitor = NodeMonitor(MonitorOptions("127.0.0.1:0"), attempt, "n1", environment)
+    monitor = NodeMonitor(Monitor(), attempt, "n1", environment)
     began = time.monotonic()
     monitor.start(None)
     try:

@@ -41,14 +41,14 @@ PUBLIC = {
     PACKAGE.parent / "training_jobs" / "hpml_waits.py",
 }
 EXPORTER = "hpml_exporters"
-OURS_FOR_EXPORTERS = {"", "errors", "log", "records", "scheduler", "spec", "topology"}
+OURS_FOR_EXPORTERS = {"", "errors", "log", "records", "scheduler", "jobfile", "topology"}
 EXPORTER_ARROWS: dict[str, set[str]] = {
     # parts of the exporters' package that keep to themselves; what is not here may know all
     "core": set(),
     "web": set(),
     "jobs": {"core", "options"},
     "gpu": {"core", "jobs", "options"},
-    "node": {"core", "options"},
+    "node": {"core", "jobs", "options"},
     "training": {"core", "jobs", "options"},
     "slurm": {"__main__", "core", "options"},
 }
@@ -105,7 +105,7 @@ def test_the_ground_knows_no_room() -> None:
     """Errors and assets import nothing of ours but each other; the package itself has the API."""
     for path in PACKAGE.glob("*.py"):
         known = {room_of(name) for name in imports(path) if name.split(".")[0] == NAME}
-        exported = {"api", "diagnosis"} if path.name == "__init__.py" else set()
+        exported = {"api", "diagnosis", "records"} if path.name == "__init__.py" else set()
         assert known <= GROUND | exported, path
 
 
@@ -138,7 +138,10 @@ def test_what_travels_is_standard_library_only() -> None:
     allowed = {*sys.stdlib_module_names, NAME}
     paths = [path for room in PLAIN for path in (PACKAGE / room).rglob("*.py")]
     for path in [PACKAGE / "errors.py", PACKAGE / "log.py", *paths]:
-        assert {name.split(".")[0] for name in imports(path)} <= allowed, path
+        # On the login node pydantic asks the fields for their schemas.
+        late = {"pydantic_core"} if path.name == "fields.py" else set()
+        assert {name.split(".")[0] for name in imports(path)} <= allowed | late, path
+        assert imported_at_once(path) <= allowed, path
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -246,11 +249,11 @@ def test_only_the_command_line_knows_the_exporters() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    """A module begins with a sentence, and stays under 500 lines."""
+    """A module begins with a sentence. It is a concept, not a size: up to 1,000 lines."""
     for path in [*SOURCES, *EXPORTED]:
         text = path.read_text("utf-8")
         assert ast.get_docstring(ast.parse(text)), f"{path}: no docstring"
-        assert text.count("\n") <= 500, path
+        assert text.count("\n") <= 1000, path
 
 
 def test_values_have_types() -> None:

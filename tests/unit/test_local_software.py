@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,16 @@ def test_show_has_the_software_of_a_run(tmp_path: Path) -> None:
     assert software["python"] == f"{sys.prefix}/bin/python"
     assert software["packages"]["pytest"]
     assert software["modules"] == ["gcc/12", "cuda/12.4"]
+    assert (software["torch"] or {}).get("version") == software["packages"].get("torch")
     assert Path(software["file"]).is_file()
     (line,) = [line for line in desk.hpml("show").splitlines() if line.startswith("software")]
     assert "packages" in line
     assert "modules gcc/12 and cuda/12.4" in line
+    wanted = {f"{name}=={number}" for name, number in software["packages"].items()}
+    lines = desk.hpml("show", "--requirements").splitlines()
+    assert {line for line in lines if line[0] != "#"} == wanted - {f"pip=={version('pip')}"}
+    own = ".".join(map(str, sys.version_info[:3]))
+    assert f"# Python {own}, {sys.prefix}/bin/python; loaded modules: gcc/12, cuda/12.4" in lines
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,21 @@ def test_what_is_kept_is_there_for_the_next_job(desk: Stager) -> None:
     assert desk.run(keep=True)["summary"]["stages"][0]["reused"] == 0
 
 
+def test_paths_of_staged_data(desk: Stager) -> None:
+    """Ranks and `collect` have them; lines of setup, which run while it is copied, do not."""
+    file = desk.job(
+        name="paths",
+        command=["sh", "-c", 'cmp "$HPML_STAGE_DATA/0.bin" {stage.data}/0.bin'],
+        environment={"setup": 'echo "setup: ${HPML_STAGE_DATA-not known}"'},
+        stage=[{"name": "data", "source": "source", "target": str(desk.target)}],
+        collect=[{"source": "{stage.data}/0.bin", "target": "results"}],
+    )
+    ran = desk.json("run", "--local", file)
+    assert "setup: not known\n" in Path(ran["output"]).read_text("utf-8")
+    (one,) = ran["summary"]["collected"]
+    assert Path(one["path"]).read_bytes() == (desk.source / "0.bin").read_bytes()
+
+
 def test_the_sites_limit_holds(desk: Stager) -> None:
     """20 files a second: 40 files take over a second and a half; without a hash, no digest."""
     (stage,) = desk.run(opens=20, hash=False)["summary"]["stages"]
@@ -273,7 +288,7 @@ def test_the_own_directory_is_listed(desk: Stager) -> None:
     (desk.root / "site.toml").write_text(f'[paths]\nscratch = "{desk.target}"\n')
     ran = desk.json("--site=site.toml", "run", "--local", file)
     text = Path(ran["output"]).read_text("utf-8")
-    assert "local.dir\t2 bytes\t1\town\tno\tprocess " in text
+    assert "local.dir\t2 bytes\t1\town\twith its job\tjob " in text
 
 
 def test_results_that_cannot_be_put_away(desk: Stager) -> None:

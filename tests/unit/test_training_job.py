@@ -378,7 +378,25 @@ def test_the_learning_rate_is_scaled_after_a_warm_up(
 @pytest.fixture(scope="module")
 def data() -> ModuleType:
     """Return images_data.py as a module."""
-    return load(JOBS / "images_data.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(JOBS))
+        return load(JOBS / "images_data.py")
+
+
+def test_the_flops_of_a_sample_are_counted_and_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 FLOP per weight and place forward, and for each gradient; the input needs none."""
+    monkeypatch.syspath_prepend(JOBS)
+    torch, module = pytest.importorskip("torch"), load(JOBS / "hpml_job.py")
+    layers = (torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
+    network = torch.nn.Sequential(*layers, torch.nn.Linear(8 * 64, 10))
+    before = {name: one.clone() for name, one in network.state_dict().items()}
+    flops = module.flops_of(network, (3, 8, 8))
+    assert flops == 2 * (2 * 8 * 27 * 64) + 3 * (2 * 512 * 10)
+    assert network.training
+    assert all(torch.equal(one, before[name]) for name, one in network.state_dict().items())
+    assert all(one.grad is None for one in network.parameters())
 
 
 def test_each_image_is_used_once_in_an_epoch(data: ModuleType) -> None:

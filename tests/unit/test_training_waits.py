@@ -75,7 +75,7 @@ def train(case, slow=None, wrap="measured", steps=36):
 
     network = Model()
     if wrap != "loop":  # two buckets: what comes between them is seen, too
-        network = DistributedDataParallel(network, bucket_cap_mb=0.02)
+        network = DistributedDataParallel(network, bucket_cap_mb=0.003)
     if wrap == "measured":
         measure_waits(network, counts)
     elif wrap == "loop":
@@ -104,6 +104,7 @@ def train(case, slow=None, wrap="measured", steps=36):
         "slow": slow,
         "wait": sum(waits) / max(1, len(waits)),
         "counted": sorted(counts),
+        "gradients": [counts.get("gradient_bytes"), counts.get("gradient_buckets")],
         "measured": sum(counts.get("measured_steps", ())),
         "slowest": sum(counts.get("slowest_steps", ())),
         "weights": [one.double().sum().item().hex() for one in parameters],
@@ -160,10 +161,15 @@ def test_equal_ranks_wait_for_nobody(told: dict[str, list[dict[str, Any]]]) -> N
     assert told[" measured"][0]["counted"] == [
         "comm_method",
         "comm_seconds",
+        "gradient_buckets",
+        "gradient_bytes",
         "measured_steps",
         "slowest_steps",
         "wait_seconds",
     ]
+    # 11,009 numbers; a hook of the user's own may send fewer bytes.
+    assert [row["gradients"] for row in told[" measured"]] == [[4 * 11_009, 2]] * RANKS
+    assert [row["gradients"] for row in told[" fp16 measured"]] == [[None, None]] * RANKS
     assert sum(row["slowest"] for row in told[" measured"]) >= told[" measured"][0]["measured"]
 
 

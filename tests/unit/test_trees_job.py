@@ -18,6 +18,7 @@ MAKE, TRAIN = JOBS / "make_trees.py", JOBS / "trees.py"
 # 99 trees to train with: the last of 4 steps has 3, so one of four ranks has none in it.
 FEW, STEPS, TESTED = 138, 12, 28
 SMALL: list[object] = ["--epochs", 3, "--width", 8, "--points", 64, "--lr-warmup-steps", 2]
+SMALL += ["--feature-tnet", "--regularizer", 0.01]
 WITHOUT = """
 import hpml_waits
 from torch.futures import Future
@@ -54,7 +55,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # By name: the number of ranks, and what is changed. The second `parts` resumes the first one.
-RUNS = [("one", 1, ""), ("two", 2, ""), ("parts", 2, STOPPING), ("parts", 2, "")]
+RUNS = [("one", 1, ""), ("two", 2, ""), ("parts", 4, STOPPING), ("parts", 4, "")]
 RUNS += [("four", 4, ""), ("without", 2, WITHOUT)]
 
 
@@ -124,15 +125,64 @@ def test_the_ranks_differ_without_the_all_reduce(trained: dict[str, Any]) -> Non
 
 
 def test_a_stopped_and_resumed_training_is_the_same_to_the_bit(trained: dict[str, Any]) -> None:
-    """One of two ranks is asked to stop: both save at the same step, and continue there."""
+    """One of four ranks is asked to stop: all save at the same step, and continue there."""
     stopped = re.search(r"stopped: (\d+) steps", trained["text"])
     assert stopped
     assert 3 < int(stopped[1]) < STEPS
     assert f"{stopped[1]} of {STEPS} steps are done" in trained["text"]
-    (weights, result), (expected, whole) = trained["parts"], trained["two"]
+    (weights, result), (expected, whole) = trained["parts"], trained["four"]
     assert difference(expected, weights) == 0
     for name in ("validation_loss", "test_loss"):
         assert result[name] == whole[name]
+
+
+def test_the_feature_transform_is_pulled_to_an_orthogonal_matrix() -> None:
+    """Its penalty is the squared norm of I - A A^T, summed over the trees; gradients reduce it."""
+    torch = pytest.importorskip("torch")
+    model = load(JOBS / "trees_model.py").PointNet(3, 64, feature_tnet=True)
+    tnet = model.feature_tnet
+    clouds = torch.randn(2, 50, 3)
+    model(clouds)
+    assert tnet.penalty.item() == 0
+    with torch.no_grad():
+        tnet.matrix.bias.copy_(torch.eye(64).flatten())  # A is 2 I, of 64 x 64
+    model(clouds)
+    assert tnet.penalty.item() == 2 * 64 * (1 - 4) ** 2
+    tnet.penalty.backward()
+    assert (tnet.matrix.bias.grad.view(64, 64).diagonal() > 0).all()
+
+
+def test_scans_become_trees(tmp_path: Path) -> None:
+    """Of each file 1,024 points are drawn, the same with the same seed, at the tree's own place."""
+    np, laspy = pytest.importorskip("numpy"), pytest.importorskip("laspy")
+    random = np.random.default_rng(1)
+    for number, name in enumerate(("oak/a.las", "oak/b.laz", "pine/c.las")):
+        header = laspy.LasHeader(point_format=0, version="1.2")
+        header.offsets, header.scales = [566_000, 5_700_000, 100], [0.001] * 3
+        scan, size = laspy.LasData(header), 300 if number == 2 else 5000
+        scan.x = 566_000 + random.uniform(0, 4, size)
+        scan.y = 5_700_000 + random.uniform(0, 4, size)
+        scan.z = 160 + random.uniform(0, 20, size)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        scan.write(tmp_path / name)
+    make, files = load(MAKE), [tmp_path / "one.npz", tmp_path / "two.npz"]
+    for file in files:
+        assert make.main([str(file), "--las", str(tmp_path)]) == 0
+    first, again = map(np.load, files)
+    points, labels, species = (first[name] for name in ("points", "labels", "species"))
+    assert (points.shape, [*labels], [*species]) == ((3, 1024, 3), [0, 0, 1], ["oak", "pine"])
+    assert (again["points"] == points).all()
+    assert len(np.unique(points[0], axis=0)) == 1024
+    assert len(np.unique(points[2], axis=0)) == 300
+    assert (np.abs(points[:, :, :2]) < 3).all()
+    assert ((points[:, :, 2] >= 0) & (points[:, :, 2] <= 20)).all()
+    assert len(np.unique(points[0][:, 0])) > 800, "millimetres are kept"
+    (tmp_path / "pine/c.las").write_text("no scan")
+    done = run([MAKE, tmp_path / "no.npz", "--las", tmp_path])
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert f"{tmp_path}/pine/c.las: " in done.stderr
+    done = run([MAKE, tmp_path / "no.npz", "--las", tmp_path / "oak"])
+    assert "there is no " in done.stderr
 
 
 def test_trees_are_seen_from_one_side() -> None:
@@ -152,7 +202,7 @@ def test_trees_are_seen_from_one_side() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--points", "0"], "--points 0 is not above 0"),
+        (["--feature-tnet", "--model", "box"], "--feature-tnet: is a part of --model pointnet"),
         (["--data", "/no/such"], "/no/such: No such file"),
         (["--data", __file__], "not a file of make_trees.py"),
     ],

@@ -1,8 +1,8 @@
 """The RAM file system /dev/shm: its size, its use, and the share of each job.
 
-A job's share is what hpml staged for it (a cached dataset counts for each job that uses it), and
-all other files of its user if that user has no other job here. The exporter of a single job cannot
-know of others, and only counts what hpml staged. The kernel's own figure is
+A job's share is what hpml staged for it (data kept for later jobs counts for each job that uses it
+now), and all other files of its user if that user has no other job here. The exporter of a single
+job cannot know of others, and only counts what hpml staged. The kernel's own figure is
 `hpml_job_memory_bytes{kind="shmem"}`, of the job's control group: it includes files that are
 deleted but open, and leaves out a dataset that another job brought. Where Slurm gives each job a
 /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
@@ -13,9 +13,10 @@ reaches no file system (open(2)); the kernel's record of that descriptor (/proc/
 names its mount; and only entries on the mount of /dev/shm are read, through that descriptor, so
 that no mount or rename can come in between. Links are not followed.
 
-Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory next to its manifest, or a link
-to `hpml-{uid}/.cache/{key}/data`. What a shell staged, `hpml-{uid}/shell-{pid}-{start}/{name}`, is
-a file of its user's. They count by the size in the manifest: a million files cost one read.
+Staged data are entries of `hpml-{uid}`, each a directory with `data`, a manifest and `.lease`. One
+whose name ends in `@{cluster}-{job id}` is that job's. Any other is used by the jobs whose
+processes have a lock on its `.lease` (/proc/locks names process and inode), else it is a file of
+its user's. Data count by the size in the manifest: a million files cost one read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 
@@ -34,6 +35,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.jobs.board import Jobs
 from hpml_exporters.options import Context
 
 _STATVFS = "statvfs(2) of /dev/shm"
@@ -41,10 +43,10 @@ _SIZE = metric("hpml_shm_size_bytes", "Size of /dev/shm.", source=_STATVFS)
 _USED = metric("hpml_shm_used_bytes", "Memory that files in /dev/shm take.", source=_STATVFS)
 _OF_JOB = metric(
     "hpml_job_shm_bytes",
-    "Memory of files in /dev/shm that are a job's: what hpml staged for it,"
+    "Memory of files in /dev/shm that are a job's: the staged data that it uses,"
     " and files of its user if that user has no other job here.",
     "cluster jobid",
-    source="a bounded walk of /dev/shm, manifests of hpml's staged data",
+    source="a bounded walk of /dev/shm, manifests of hpml's staged data, /proc/locks",
 )
 SPECS = (_SIZE, _USED, _OF_JOB)
 
@@ -56,11 +58,14 @@ The result of the last complete walk is shown.
 
 # {cluster}-{job id}; for runs of hpml's local backend all of it is the key, see JobFacts.key
 _JOB = re.compile(r"(?:(local-[0-9a-f]{6}-)|[^.].*-)([0-9]+)", re.ASCII)
-_SHELL = re.compile(r"shell-[0-9]+-[0-9]+", re.ASCII)  # shell-{process}-{time of its start}
 _HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 _MAX_DEPTH = 32
 _MANIFEST_BYTES = 65536
+_LOCKS_BYTES = 1 << 20  # some 18,000 locks: the kernel takes longer than linear to list them
+
+Owner = tuple[int, str]
+"""A user, and the key in `Jobs` of one of their jobs; empty: what is no certain job's."""
 
 
 class Shm:
@@ -71,7 +76,7 @@ class Shm:
 
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval
-        self._root = context.options.roots.shm
+        self._root, self._proc = context.options.roots.shm, context.options.roots.proc
         self._jobs, self._cluster = context.jobs, context.options.cluster
         self._own = context.options.job is not None
         self._walk: _Walk | None = None
@@ -84,7 +89,7 @@ class Shm:
         except OSError as error:
             raise NotHereError(f"no {self._root}") from error
         size = space.f_blocks * space.f_frsize
-        walk = self._walk or _Walk(self._root, size)
+        walk = self._walk or _Walk(self._root, self._proc, size, self._jobs.now)
         self._walk = None  # one that fails is given up
         if walk.go_on(ENTRIES):
             self._found = walk.bytes
@@ -122,15 +127,18 @@ class _Walk:
 
     Args:
         root: its directory.
+        proc: mount point of procfs.
         size: bytes that no manifest can exceed.
+        jobs: of the node.
 
     Attributes:
-        bytes: found so far, by user and key of the job in `Jobs`; empty: what no job staged.
+        bytes: found so far.
     """
 
-    def __init__(self, root: str, size: int) -> None:
-        self.bytes: Counter[tuple[int, str]] = Counter()
-        self._size = size
+    def __init__(self, root: str, proc: str, size: int, jobs: Jobs) -> None:
+        self.bytes: Counter[Owner] = Counter()
+        self._proc, self._size, self._jobs = proc, size, jobs
+        self._users: Mapping[int, set[str]] = {}  # keys of jobs by the inode that they locked
         self._mount = b""
         self._probe = self._info = -1  # descriptors: of the entry looked at, of its fdinfo
         self._steps = self._walk(root)
@@ -156,57 +164,68 @@ class _Walk:
             self._info = os.open(f"/proc/self/fdinfo/{self._probe}", os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, self._info)
             self._mount = self._mount_of(top)
+            self._users = self._lock_holders(os.fstat(top).st_dev)
             for name in _names(top):
                 yield from self._count(name, top)
 
+    def _lock_holders(self, device: int) -> Mapping[int, set[str]]:
+        """Return which jobs have a flock on a file of a device, by its inode."""
+        place = f"{os.major(device):02x}:{os.minor(device):02x}"
+        # 1: FLOCK  ADVISORY  READ 4711 00:1b:2547527 0 EOF
+        lock = re.compile(rf"^\d+: FLOCK +\S+ +\S+ +(\d+) {place}:(\d+) ".encode(), re.MULTILINE)
+        found: dict[int, set[str]] = {}
+        with suppress(OSError), open(f"{self._proc}/locks", "rb") as stream:
+            for pid, inode in lock.findall(stream.read(_LOCKS_BYTES)):
+                key = self._jobs.job_of(int(pid))
+                if key is not None:
+                    found.setdefault(int(inode), set()).add(key)
+        return found
+
     def _count(
-        self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
+        self, name: str, parent: int, depth: int = 1, owners: Sequence[Owner] = ()
     ) -> Iterator[None]:
         yield
         with suppress(OSError), self._held(name, parent) as (fd, info):
             is_directory = stat.S_ISDIR(info.st_mode)
             if depth == 1 and is_directory and name == f"hpml-{info.st_uid}":
-                yield from self._count_jobs(fd, info.st_uid)
+                yield from self._count_store(fd, info.st_uid)
                 return
             # Each of several names of a file counts as its share, so that the file counts once.
             names = 1 if is_directory else max(1, info.st_nlink)
-            self.bytes[job or (info.st_uid, "")] += info.st_blocks * _BLOCK_BYTES // names
+            for owner in owners or [(info.st_uid, "")]:
+                self.bytes[owner] += info.st_blocks * _BLOCK_BYTES // names
             if is_directory and depth < _MAX_DEPTH:
                 for inner in _names(fd):
-                    yield from self._count(inner, fd, depth + 1, job)
+                    yield from self._count(inner, fd, depth + 1, owners)
 
-    def _count_jobs(self, user: int, uid: int) -> Iterator[None]:
-        for name in _names(user):
+    def _count_store(self, store: int, uid: int) -> Iterator[None]:
+        for name in _names(store):
             yield
-            key = _job_of(name)
-            if key is None:
-                continue
-            with suppress(OSError), self._held(name, user) as (folder, _):
-                for data in _names(folder):
-                    size = None if data.startswith(".") else self._staged_bytes(data, folder, user)
+            with suppress(OSError), self._held(name, store) as (entry, info):
+                if not stat.S_ISDIR(info.st_mode):
+                    yield from self._count(name, store, 2)
+                    continue
+                owners = [(uid, key) for key in self._jobs_of(name, entry)] or [(uid, "")]
+                for inner in _names(entry):
+                    size = None
+                    if inner == "data":
+                        size = self._manifest_bytes(".data.manifest", entry)
                     if size is None:
-                        yield from self._count(data, folder, 3, (uid, key))
-                    else:
-                        yield
+                        yield from self._count(inner, entry, 3, owners)
+                        continue
+                    yield
+                    for owner in owners:
                         # Any user can write a manifest: it must not claim more than /dev/shm holds.
-                        self.bytes[uid, key] += min(size, self._size)
+                        self.bytes[owner] += min(size, self._size)
 
-    def _staged_bytes(self, name: str, job: int, user: int) -> int | None:
-        """Return the size of published data; None if it is something else, or not published yet."""
-        try:
-            target = os.readlink(name, dir_fd=job).split("/")
-        except OSError:
-            return self._manifest_bytes(f".{name}.manifest", job)
-        if len(target) != 4 or target[:2] != ["..", ".cache"]:  # noqa: PLR2004
-            return None
-        try:
-            with (
-                self._held(".cache", user) as (cache, _),
-                self._held(target[2], cache) as (data, _),
-            ):
-                return self._manifest_bytes(".data.manifest", data)
-        except OSError:
-            return None
+    def _jobs_of(self, name: str, entry: int) -> Iterable[str]:
+        """Return the keys of the jobs that an entry is staged for, or that use it."""
+        match = _JOB.fullmatch(name.partition("@")[2])
+        if match:
+            return [(match[1] or "") + match[2]]
+        with suppress(OSError), self._held(".lease", entry) as (_, info):
+            return self._users.get(info.st_ino, ())
+        return ()
 
     def _manifest_bytes(self, name: str, parent: int) -> int | None:
         try:
@@ -233,17 +252,6 @@ class _Walk:
             yield fd, os.fstat(fd)
         finally:
             os.close(fd)
-
-
-def _job_of(name: str) -> str | None:
-    """Return the key in `Jobs` of the job that a directory was staged for.
-
-    It is empty for a shell's, which counts as its user's, and None for other directories.
-    """
-    if _SHELL.fullmatch(name):
-        return ""
-    match = _JOB.fullmatch(name)
-    return (match[1] or "") + match[2] if match else None
 
 
 def _names(directory: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json, proof_of_json
 from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.job import Binding
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.topology.cpulist import parse_list
 
@@ -69,13 +70,13 @@ class BindingReport:
 
 
 def read_binding(
-    attempt: Attempt, asked: object = None, records: Sequence[BindingRecord] | None = None
+    attempt: Attempt, asked: Binding | None = None, records: Sequence[BindingRecord] | None = None
 ) -> BindingReport:
     """Return the binding of an attempt; damaged records are reported, never raised.
 
     Args:
         attempt: which one.
-        asked: what the job's record has under `binding`: a mapping, or a policy's name.
+        asked: what the job asked for, if that is known.
         records: of its ranks' binding, if they were read already.
     """
     proofs, unreadable = _read_proofs(attempt.directory / "binding")
@@ -164,18 +165,15 @@ def _recorded(record: BindingRecord) -> RankLocation:
 def _line(
     proofs: Sequence[NodeProof],
     unreadable: Sequence[Unreadable],
-    asked: object,
+    asked: Binding | None,
     total: int,
     verified: int,
     *,
     over: bool,
 ) -> tuple[str, bool]:
     """Return in one line whether the ranks are bound as planned, and whether that is in doubt."""
-    policy, verify = str(asked or "none"), "warn"
-    if proofs:
-        policy, verify = proofs[0].policy, proofs[0].verify
-    elif isinstance(asked, dict):
-        policy, verify = str(asked.get("policy", "?")), str(asked.get("verify", "warn"))
+    planned = proofs[0] if proofs else asked or Binding(policy="none")
+    policy, verify = planned.policy, planned.verify
     of_all = f"of {counted(total, 'rank')}"
     wrong = sum(bool(rank.wrong) for proof in proofs for rank in proof.ranks)
     # From bad to good: one rank in the wrong place matters more than a proof that is missing, and

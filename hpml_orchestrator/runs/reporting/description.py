@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, TypedDict
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
-from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from hpml_orchestrator.records.job import Job, Resources
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord, SubmitRecord
-    from hpml_orchestrator.runs.request import RecordedJob
+    from hpml_orchestrator.records.schema import ProvenanceRecord, SubmitRecord
     from hpml_orchestrator.runs.state import State
 
 RESULT_FILE = "result.json"
@@ -90,16 +89,16 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     """
     try:
         record = state.submission.record()
-        job = record["job"]
+        job = state.submission.requested_job(record)
         point, values = _point(record, state)
         known = Description(
-            launcher=str(job["launcher"]),
+            launcher=job.launcher,
             command=_command_of_job(job),
             sweep=str(record.get("sweep", "")),
             point=point,
             values=values,
             code=_code(record["provenance"]),
-            hours=hours_of(state, recorded_job(state.submission), now=now),
+            hours=hours_of(state, job.resources, now=now),
         )
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
         return Description(result=summary.result)
@@ -148,13 +147,11 @@ def _with_result(known: Description, state: State, summary: Summary) -> Descript
     )
 
 
-def _command_of_job(job: JobFields) -> list[str]:
-    if job["command"]:
-        program = list(job["command"])
-    else:
-        named = ["-m", job["module"]] if job["module"] else [str(job["script"])]
-        program = [job["environment"]["python"], *named]
-    return [*program, *job["args"]]
+def _command_of_job(job: Job) -> list[str]:
+    if job.command:
+        return [*job.command, *job.args]
+    named = ["-m", job.module] if job.module else [str(job.script)]
+    return [job.environment.python, *named, *job.args]
 
 
 def _code(provenance: ProvenanceRecord) -> Code | None:
@@ -220,12 +217,12 @@ def _finite(text: str) -> float | str:
     return value if math.isfinite(value) else text
 
 
-def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hours | None:
+def hours_of(state: State, resources: Resources, *, now: float | None = None) -> Hours | None:
     """Return the hours that all attempts of a run occupied; for an array, of all tasks.
 
     Args:
         state: of the run.
-        job: what it asked for.
+        resources: what it asked for.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -233,9 +230,9 @@ def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hou
     """
     now = time.time() if now is None else now
     if state.tasks:
-        tasks = [hours for task in state.tasks if (hours := hours_of(task, job, now=now))]
+        tasks = [hours for task in state.tasks if (hours := hours_of(task, resources, now=now))]
         return _sum(tasks) if tasks else None
-    asked = job.nodes * job.gpus, job.nodes * job.cores
+    asked = resources.nodes * resources.gpu_count, resources.nodes * resources.cores
     attempts = state.run.attempts()
     if not attempts:
         if state.started is None:

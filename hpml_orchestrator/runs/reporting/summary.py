@@ -18,7 +18,6 @@ from hpml_orchestrator.runs.reporting.monitor import (
 )
 from hpml_orchestrator.runs.reporting.staging import StagedEntry, collected_lines, staged_entries
 from hpml_orchestrator.runs.reporting.timeline import Phase, Timeline, phases
-from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,7 +113,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     # end proves it: before, the node may still be copying.
     owing = [event.node for event in ready if event.data.get("collect")]
     silent = [node for node in owing if state.over and node not in told]
-    sources = recorded_job(state.submission).collected if owing else ()
+    sources = [one.source for one in state.submission.requested_job().collect] if owing else ()
     return Summary(
         attempt=attempt.number,
         phases=phases(
@@ -168,7 +167,7 @@ def binding_of(state: State, records: Sequence[BindingRecord] | None = None) -> 
     if attempt is None:
         return BindingReport()
     try:
-        asked = recorded_job(state.submission).binding
+        asked = state.submission.requested_job().binding
     except HpmlError:
         asked = None
     return read_binding(attempt, asked, records)

@@ -21,7 +21,12 @@ from hpml_orchestrator.runs.life import Life, next_step, read_life
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
 from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.runs.reporting.software import read_software, script_change, software_line
+from hpml_orchestrator.runs.reporting.software import (
+    read_software,
+    script_change,
+    software_line,
+    torch_lines,
+)
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 
@@ -80,6 +85,7 @@ def summary_lines(
             "attempt": [one_of_several] if number else [],
             "changed": [*filter(None, [script_change(state, software) if software else ""])],
             "software": [software_line(software)] if software else [],
+            "PyTorch": torch_lines(software) if software else [],
             "staged": staged,
             "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],

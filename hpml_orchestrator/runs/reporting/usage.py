@@ -224,14 +224,14 @@ def _of_run(state: State) -> GpuHoursUsage | None:
     except RecordError:  # another user's, or damaged: `hpml list` shows it
         return None
     cluster, job_id = cluster_job(attempt)
-    asked_for = facts.job
+    asked_for = facts.job.resources
     return GpuHoursUsage(
         labels={
             "cluster": cluster,
             "jobid": job_id,
             "user": owner_name(state.submission.directory),
-            "account": str(asked_for["resources"].get("account") or ""),
-            "partition": str(asked_for["resources"].get("partition") or ""),
+            "account": str(asked_for.account or ""),
+            "partition": str(asked_for.partition or ""),
             "name": state.name,
         },
         jobs=1,

@@ -17,13 +17,13 @@ from hpml_orchestrator.errors import (
     SchedulerError,
     SchedulerUnavailable,
 )
+from hpml_orchestrator.records.array import ArraySpec, parse_array
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.scheduler.local import resources
 from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import descendants, send
 from hpml_orchestrator.scheduler.local.queue import Queue, schedule
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
-from hpml_orchestrator.spec.array import ArraySpec, parse_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.records.process import live_processes, read_stat
+from hpml_orchestrator.records.process import environment_of, live_processes, read_stat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,15 +48,6 @@ def send(who: Identity, number: int) -> bool:
     except (ProcessLookupError, PermissionError):
         pass
     return False
-
-
-def environment_of(pid: int) -> list[bytes]:
-    """Return the variables that a process was started with; none if they cannot be read."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as stream:
-            return stream.read().split(b"\0")
-    except OSError:
-        return []
 
 
 def descendants(root: int) -> set[Identity]:

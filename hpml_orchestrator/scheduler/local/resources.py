@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import SchedulerError, counted
+from hpml_orchestrator.records.array import parse_array
 from hpml_orchestrator.records.run import user_name
+from hpml_orchestrator.records.units import parse_gpus, parse_mebibytes, parse_time_limit, read_gres
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
     HeaderError,
     header_words,
     read_options,
 )
-from hpml_orchestrator.spec.array import parse_array
-from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit, read_gres
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.records.process import environment_of
 from hpml_orchestrator.scheduler.local.jobs import Home
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
     descendants,
-    environment_of,
     identity,
     kill_until_gone,
     send,

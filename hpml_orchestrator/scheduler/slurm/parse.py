@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.records.array import row_covers_task
 from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
-from hpml_orchestrator.spec.array import row_covers_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -20,6 +20,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.units import MIB, parse_time_limit, read_bytes, read_count, read_gres
 from hpml_orchestrator.scheduler.cluster import (
     Association,
     ClusterLimits,
@@ -30,7 +31,6 @@ from hpml_orchestrator.scheduler.cluster import (
 )
 from hpml_orchestrator.scheduler.nodelist import expand
 from hpml_orchestrator.scheduler.slurm.parse import parse_version
-from hpml_orchestrator.spec.values import MIB, parse_time_limit, read_bytes, read_count, read_gres
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.texts import clock_text
+from hpml_orchestrator.records.units import format_time
 from hpml_orchestrator.scheduler.slurm.ask import ask
 from hpml_orchestrator.scheduler.slurm.messages import transport_fault
 from hpml_orchestrator.scheduler.slurm.parse import parse_time
 from hpml_orchestrator.scheduler.slurm.records import parse_records
-from hpml_orchestrator.spec.values import format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

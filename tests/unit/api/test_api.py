@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import subprocess
 import sys
@@ -20,12 +21,15 @@ from hpml_orchestrator import (
     Run,
     WaitTimeoutError,
     list_runs,
+    make_job,
     run,
     submit,
     sweep_report,
 )
 from hpml_orchestrator.api import runs as api_module
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.job import Monitor, Resources
+from hpml_orchestrator.records.store import open_store
 
 LIMIT_SECONDS = 120
 
@@ -43,7 +47,8 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shell(text: str, **fields: Any) -> Job:
     """A job that runs a shell program in one rank."""
-    return Job(**{"name": "api", "launcher": "srun", "command": ["bash", "-c", text], **fields})
+    command = ["bash", "-c", text]
+    return make_job(**{"name": "api", "launcher": "srun", "command": command, **fields})
 
 
 def wrong(value: object) -> Any:
@@ -178,14 +183,51 @@ def test_a_hint_names_the_argument_of_the_function() -> None:
     assert refused.value.hint == "nothing was submitted; `check=False` submits it as it is"
 
 
-def test_a_job_cannot_be_changed(tmp_path: Path) -> None:
-    """A change would not reach what is submitted; a path is as good as its text."""
-    (tmp_path / "fit.py").touch()
-    job = Job(name="fit", script=tmp_path / "fit.py")
-    for name in ("name", "args"):
-        with pytest.raises(AttributeError, match=f"{name}: a Job cannot be changed"):
-            setattr(job, name, "other")
-    assert repr(job) == "Job('fit')"
+def test_a_job_is_the_one_class(tmp_path: Path) -> None:
+    """It has the values in their units, cannot be changed, and a changed copy is checked again."""
+    (tmp_path / "fit.py").write_text("import sys; print(sys.argv[1:])")
+    job = make_job(name="fit", launcher="srun", script=Path("fit.py"), resources={"time": "5m"})
+    assert isinstance(job, Job)
+    assert (job.script, job.resources.time) == (str(tmp_path / "fit.py"), 300)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        wrong(job).name = "other"
+    done = run(dataclasses.replace(job, args=("b",)), local=True, timeout=LIMIT_SECONDS)
+    assert done.logs(lines=1) == "['b']\n"
+    for changed, message in [
+        (dataclasses.replace(job, script=None), "exactly one of script, module and command"),
+        (dataclasses.replace(job, name="a b"), "name"),
+        (
+            dataclasses.replace(job, args=wrong("--lr=1")),
+            "job: args: '--lr=1' is not of type tuple",
+        ),
+        (dataclasses.replace(job, resources=wrong({"time": "5m"})), "job: resources: .* of type"),
+        (
+            dataclasses.replace(job, resources=Resources(time=wrong("5m"))),
+            "job: resources: time: '5m' is not of type int",
+        ),
+        (
+            dataclasses.replace(job, resources=Resources(gpus=wrong(True))),
+            "job: resources: gpus: True is not of type Gpus",
+        ),
+    ]:
+        with pytest.raises(InputError, match=message):
+            submit(changed, local=True)
+    assert len(list_runs()) == 1
+
+
+def test_a_site_profile_fills_what_a_job_leaves_out(tmp_path: Path) -> None:
+    """What it says stays, also where that is hpml's own default."""
+    (tmp_path / "site.toml").write_text(
+        "[defaults.monitor]\nenabled = true\ntargets = '/tmp'\n"
+        "[defaults.resources]\ntime = '10m'\nmemory = '100M'\n"
+    )
+    job = shell("true", monitor=False, resources={"time": "1h"}, checkpoint={"requeue": []})
+    submitted = submit(job, local=True, site="site.toml")
+    submitted.wait(LIMIT_SECONDS)
+    recorded = open_store(None).resolve(submitted.id).requested_job()
+    assert recorded.monitor == Monitor(enabled=False, targets="/tmp")
+    assert (recorded.resources.time, recorded.resources.memory) == (3600, 100)
+    assert recorded.checkpoint.requeue == ()
 
 
 def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
@@ -194,20 +236,19 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
     folder.mkdir()
     (folder / "fit.py").write_text("import sys; print(sys.argv[1:])")
     (folder / "job.yaml").write_text("name: fit\nscript: fit.py\nargs: [a]\n")
-    job = Job.from_file("project/job.yaml", {"args": ["b"], "launcher": "srun"})
-    (folder / "job.yaml").unlink()  # it was read when the job was made
-    assert run(job, local=True, timeout=LIMIT_SECONDS).logs(lines=1) == "['b']\n"
-    assert repr(job) == "Job('fit')"
+    changes = {"args": ["b"], "launcher": "srun"}
+    done = run("project/job.yaml", settings=changes, local=True, timeout=LIMIT_SECONDS)
+    assert done.logs(lines=1) == "['b']\n"
     assert Run("fit", records=records).state() == "COMPLETED"
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: Job(name="a"), InputError, "exactly one of script, module and command"),
+        (lambda: make_job(name="a"), InputError, "exactly one of script, module and command"),
         (lambda: shell("true", resources={"gpu": 1}), InputError, "did you mean resources.gpus?"),
         (lambda: shell("true", args=["{stage.x}"]), InputError, "names nothing"),
-        (lambda: Job.from_file("none.yaml"), NotFoundError, "none.yaml"),
+        (lambda: submit("none.yaml", settings={"name": "a"}), NotFoundError, "none.yaml"),
         (lambda: submit(shell("true"), local=True, site="no.toml"), NotFoundError, "no.toml"),
         (lambda: submit(shell("true", mpi="pmix"), local=True), InputError, "srun offers no pmix"),
         (lambda: submit(shell("true", after=["x"]), local=True), InputError, "no run 'x'"),
@@ -227,19 +268,19 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
         (lambda: sweep_report("nothing"), NotFoundError, "no sweep 'nothing'"),
         (lambda: sweep_report(wrong(5)), InputError, r"word: must be a text: .*\(got 5\)"),
         (
-            lambda: Job.from_file(wrong(5)),
-            InputError,
-            r"path: must be the path .*\(got 5\)",
-        ),
-        (
-            lambda: Job.from_file("a.yaml", wrong(["a=1"])),
+            lambda: submit("a.yaml", settings=wrong(["a=1"])),
             InputError,
             "settings: must be a dictionary",
         ),
         (
-            lambda: Job.from_file("a.yaml", wrong({3: 3})),
+            lambda: submit("a.yaml", settings=wrong({3: 3})),
             InputError,
             "settings: must be a dictionary",
+        ),
+        (
+            lambda: submit(shell("true"), settings={"name": "b"}),
+            InputError,
+            "settings: must be left out for a Job",
         ),
         (lambda: submit(shell("true"), records=wrong(3)), InputError, "records: must be the path"),
         (lambda: submit(shell("true"), site=wrong(3)), InputError, "site: must be the path"),

@@ -14,8 +14,8 @@ import pytest
 
 from hpml_orchestrator.bench.job import BenchSize, Nodes, own_python, parse_nodes, size_of
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import Cluster, ClusterLimits, Gres, Node, Partition
-from hpml_orchestrator.spec.job import Job
 from tests.unit.local_runs import Desk
 
 
@@ -260,5 +260,5 @@ def test_nodes_that_no_job_can_have(nodes: Nodes, known: Cluster, message: str, 
 )
 def test_the_software_that_measures(environment: dict[str, Any], own: bool) -> None:
     """Without software of the job or the site it is the Python of hpml itself."""
-    job = Job.model_validate({"name": "a", "command": ["true"], "environment": environment})
+    job = Job.from_json({"name": "a", "command": ["true"], "environment": environment})
     assert bool(own_python(job)) is own

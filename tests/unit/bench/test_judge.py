@@ -18,16 +18,17 @@ from hpml_orchestrator.bench.results import (
     Missing,
     Rate,
     directories_of,
+    fits,
     keep,
     node_type,
     parse,
     peaks_for,
     read_all,
 )
-from hpml_orchestrator.bench.wording import findings, fits, rows, to_json
+from hpml_orchestrator.bench.wording import findings, rows, to_json
 from hpml_orchestrator.diagnosis.devices import DEVICES, specification
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
 
 H100 = "NVIDIA H100 80GB HBM3"
 UNIT = "B/s"
@@ -276,10 +277,12 @@ def test_all_reduce_is_fitted() -> None:
     """Latency and bandwidth come from all sizes; a curve that was cut off has no fit."""
     curve = [(2, float(size), 2 * 1e-5 + size / 1e9) for size in (4096, 65536, 1 << 20)]
     made = replace(node("a"), curves={"nodes": curve, "node": curve[:2]})
-    found = fits([made])
+    larger = replace(made, curves={"nodes": [(4, size, 2 * took) for _, size, took in curve]})
+    found = fits([made, larger, replace(made, curves={"nodes": curve[::-1]})])
     assert list(found) == ["nodes"]
-    assert found["nodes"].alpha == pytest.approx(1e-5)
-    assert found["nodes"].bandwidth == pytest.approx(1e9)
+    assert [one.ranks for one in found["nodes"]] == [2, 4]
+    assert found["nodes"][0].alpha == pytest.approx(1e-5)
+    assert found["nodes"][0].bandwidth == pytest.approx(1e9)
 
 
 # --- specification

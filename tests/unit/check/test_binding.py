@@ -13,9 +13,9 @@ from hpml_orchestrator.check.binding import (
     shape_of_node,
 )
 from hpml_orchestrator.check.finding import CheckFinding
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import Node
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.site import NodeType
+from hpml_orchestrator.site.model import NodeType
 from tests.unit.placement.machines import intel, milan
 
 INTEL = NodeShape("node type cpu", cores=16, cpus_per_core=2, sockets=2, domains=4)
@@ -24,7 +24,7 @@ INTEL = NodeShape("node type cpu", cores=16, cpus_per_core=2, sockets=2, domains
 def found(
     *shapes: NodeShape, whole: bool = False, binding: Any = "gpu-local", **resources: Any
 ) -> list[CheckFinding]:
-    one = Job.model_validate(
+    one = Job.from_json(
         {"name": "a", "command": ["true"], "resources": resources, "binding": binding}
     )
     return check_binding(one, shapes, whole=whole)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.changes import data_argument
-from hpml_orchestrator.runs.request import job_fields
-from hpml_orchestrator.spec.load import load_job
+from hpml_orchestrator.runs.load import load_job
 
 STARTED = 2e9
 TREES = (
@@ -44,7 +43,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path, **fields: Any) -> tuple[str, str, str] | None:
     """Field, new word and source, below the working directory, of the data of a job."""
     (root / "job.yaml").write_text(json.dumps({"name": "job", **fields}))
-    job = job_fields(load_job(root / "job.yaml").job)
+    job = load_job(root / "job.yaml").job
     (root / "job.yaml").unlink()
     data = data_argument(job, before=STARTED)
     if data is None:
@@ -158,7 +157,7 @@ def test_a_pack_stays_one(here: Path) -> None:
     """The program reads its shards, so they are not unpacked."""
     job = {"workdir": str(here), "args": ["--data=packed"]}
     (here / "job.yaml").write_text(json.dumps({"name": "job", "script": "train.py", **job}))
-    whole = job_fields(load_job(here / "job.yaml").job)
+    whole = load_job(here / "job.yaml").job
     data = data_argument(whole)
     assert data is not None
     assert data.entry["kind"] == "tree"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.check.intent import check_intent
-from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.records.job import Job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def test_what_is_rarely_meant(tmp_path: Path, fields: dict[str, Any], text: str,
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "__init__.py").write_text("import torch.distributed")
     (tmp_path / "lib" / "saving.py").write_text(HELPER)
-    job = Job.model_validate({"name": "j", "workdir": str(tmp_path), **SCRIPT, **fields})
+    job = Job.from_json({"name": "j", "workdir": str(tmp_path), **SCRIPT, **fields})
     findings = [*check_intent(job)]
     assert [one.code for one in findings] == [code] * bool(code)
     assert all(one.level == "warning" and one.hint for one in findings)

@@ -10,11 +10,11 @@ import pytest
 
 from hpml_orchestrator.check.job import CheckReport, check_job, check_local, invalid_job, refusal
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.job import Job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import LocalMachine
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import load_job
-from hpml_orchestrator.spec.site import ResolvedSite, Site
+from hpml_orchestrator.site.model import ResolvedSite, Site
 from hpml_orchestrator.testing.runner import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7"
@@ -33,7 +33,7 @@ DENIED = Completed(1, "", "slurm_load_node error: Access/permission denied\n")
 
 def job(array: str | None = None, **resources: Any) -> Job:
     fields = {"name": "a", "command": ["true"], "workdir": "/"}
-    return Job.model_validate({**fields, "array": array, "resources": resources})
+    return Job.from_json({**fields, "array": array, "resources": resources})
 
 
 def rules(**given: dict[str, Any]) -> Site:
@@ -190,7 +190,7 @@ def test_a_refusal_names_every_error(tmp_path: Path) -> None:
 def test_what_auto_became_is_a_note(tmp_path: Path) -> None:
     """A line per entry of `stage` with `auto`."""
     stage = [{"name": "d", "source": "/none"}, {"name": "e", "source": "/none"}]
-    asked = Job.model_validate({**job().model_dump(mode="json"), "stage": stage})
+    asked = Job.from_json({**job().to_json(), "stage": stage})
     why = {"e": "its size is not known"}
     report = check_job(asked, backend="local", records=tmp_path, environment={}, targets=why)
     assert report.notes == ["stage.1.target: auto is local here: its size is not known"]
@@ -199,8 +199,8 @@ def test_what_auto_became_is_a_note(tmp_path: Path) -> None:
 
 def test_what_the_local_backend_would_refuse_is_an_error(tmp_path: Path) -> None:
     """As `hpml run --local` prints it."""
-    fields = {**job().model_dump(mode="json"), "launcher": "srun", "mpi": "pmix"}
-    asked = Job.model_validate(fields)
+    fields = {**job().to_json(), "launcher": "srun", "mpi": "pmix"}
+    asked = Job.from_json(fields)
     report = check_job(asked, backend="local", records=tmp_path, environment={})
     assert [(finding.field, finding.value) for finding in report.errors] == [("mpi", "pmix")]
 
@@ -208,15 +208,23 @@ def test_what_the_local_backend_would_refuse_is_an_error(tmp_path: Path) -> None
 def test_a_job_file_that_is_wrong_is_a_report(tmp_path: Path) -> None:
     """Each problem is a finding with its field and value; a fault of the file itself is one."""
     path = tmp_path / "job.yaml"
-    path.write_text("name: a\nscript: x\nresources: {nodes: 0}\nargs: ['{stage.d}']\n")
+    path.write_text("name: a\nscript: x\nresources: {nodes: 0}\nmpi: lam\n")
     with pytest.raises(InputError) as caught:
         load_job(path)
     findings = invalid_job(caught.value).findings
     assert [(finding.field, finding.value) for finding in findings] == [
+        ("mpi", "lam"),
         ("resources.nodes", 0),
+    ]
+    assert findings[1].message == "must be at least 1"
+    path.write_text("name: a\nscript: x\nmpi: pmix\nargs: ['{stage.d}']\n")
+    with pytest.raises(InputError) as caught:
+        load_job(path)
+    findings = invalid_job(caught.value).findings
+    assert [(finding.field, finding.value) for finding in findings] == [
+        ("mpi", "pmix"),
         ("args.0", "{stage.d}"),
     ]
-    assert findings[0].message == "must be at least 1"
     (one,) = invalid_job(InputError("says 'a (got b)'", field="f", value="c (got d)")).findings
     assert (one.message, one.value) == ("says 'a (got b)'", "c (got d)")
     report = invalid_job(InputError("it is empty"))

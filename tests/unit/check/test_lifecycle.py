@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import Cluster, ClusterLimits, Partition
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
 
 
 def job(own: dict[str, Any] | None = None, **fields: Any) -> Job:
     """A job with `checkpoint`, and a limit of an hour unless it has another."""
     own = {"enabled": True, **(own or {})}
-    return Job.model_validate({"name": "a", "command": ["x"], "checkpoint": own, **fields})
+    return Job.from_json({"name": "a", "command": ["x"], "checkpoint": own, **fields})
 
 
 def limited(time: str, **own: Any) -> Job:

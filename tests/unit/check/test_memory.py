@@ -10,12 +10,12 @@ import pytest
 from hpml_orchestrator.check.memory import Advice, advise, check_memory, extension_notes, needs_of
 from hpml_orchestrator.check.memory_run import Measured
 from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.spec.job import Job
 
 
 def job_of(tmp_path: Path, **fields: Any) -> Job:
-    return Job.model_validate({"name": "a", "workdir": str(tmp_path), **fields})
+    return Job.from_json({"name": "a", "workdir": str(tmp_path), **fields})
 
 
 FIGURES = {
@@ -109,7 +109,7 @@ def test_check_warns_by_the_last_run(
     record = {
         "name": "a",
         "created": 1767322984,
-        "job": job().model_dump(mode="json"),
+        "job": job().to_json(),
         "backend": "slurm",
     }
     store.prepare(sid, script="", shared={}, submit=record, runs={0: {}})

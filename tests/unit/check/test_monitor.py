@@ -9,7 +9,7 @@ import pytest
 
 from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.check.monitor import check_monitor
-from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.records.job import Job
 
 TLS = "tls_server_config: {cert_file: c, key_file: k"
 USERS = f"basic_auth_users: {{a: $2y$10${'x' * 53}}}"
@@ -19,7 +19,7 @@ Found = list[CheckFinding]
 def told(*, missing: str = "", gpus: int = 0, **monitor: Any) -> Found:
     """What is found of a job that other machines run."""
     fields = {"name": "a", "command": ["true"], "resources": {"gpus": gpus}}
-    job = Job.model_validate({**fields, "monitor": {"enabled": True, **monitor}})
+    job = Job.from_json({**fields, "monitor": {"enabled": True, **monitor}})
     return check_monitor(job, on_nodes=True, installed=lambda name: name not in missing.split())
 
 
@@ -52,7 +52,7 @@ def test_loopback_is_for_the_node_alone() -> None:
     assert codes(told()) == ["monitor.alone"]
     assert codes(told(listen="[::1]:0")) == ["monitor.alone"]
     assert codes(told(listen="127.example.org:0")) == ["monitor.open"]  # a name, not an address
-    job = Job.model_validate({"name": "a", "command": ["true"], "monitor": {"enabled": True}})
+    job = Job.from_json({"name": "a", "command": ["true"], "monitor": {"enabled": True}})
     assert check_monitor(job, on_nodes=False) == []
 
 

@@ -14,9 +14,9 @@ from hpml_orchestrator.check.paths import (
     check_software,
 )
 from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.records.job import Environment, Job
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
-from hpml_orchestrator.spec.job import Environment, Job
 from hpml_orchestrator.testing.runner import FakeRunner
 
 PATH = {"PATH": "/usr/bin:/bin"}
@@ -27,7 +27,7 @@ def codes(root: Path, path: str = PATH["PATH"], **fields: Any) -> dict[str, str]
     """Code and level of what is found of a job that is right but for these fields."""
     if not {"script", "module", "command"} & set(fields):
         fields["command"] = ["true"]
-    job = Job.model_validate({"name": "j", "workdir": str(root), **fields})
+    job = Job.from_json({"name": "j", "workdir": str(root), **fields})
     findings = check_program(job, {"PATH": path})
     return {finding.code: finding.level for finding in findings}
 
@@ -83,7 +83,7 @@ def test_what_a_job_names_must_exist(
 )
 def test_an_option_and_its_value_in_one_word(tmp_path: Path, word: str, remedy: str) -> None:
     """The program receives them as one argument: probably two were meant."""
-    job = Job.model_validate({"name": "j", "command": ["true", word], "workdir": str(tmp_path)})
+    job = Job.from_json({"name": "j", "command": ["true", word], "workdir": str(tmp_path)})
     findings = check_program(job, PATH)
     assert [(one.code, one.level, one.field) for one in findings] == [
         ("args.one_word", "warning", "command.1")
@@ -116,7 +116,7 @@ def test_no_shell_reads_the_arguments(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.bin").touch()
     given = {"name": "j", "command": ["true"], "workdir": str(tmp_path), **fields}
-    findings = check_program(Job.model_validate(given), PATH)
+    findings = check_program(Job.from_json(given), PATH)
     assert [(one.code, one.level, one.field) for one in findings] == [
         ("args.unexpanded", "warning", place)
     ] * bool(place)
@@ -125,7 +125,7 @@ def test_no_shell_reads_the_arguments(
 
 def test_a_command_line_in_one_word(tmp_path: Path) -> None:
     """No program has that name: the hint shows how to write it."""
-    job = Job.model_validate({"name": "j", "command": ["python x.py"], "workdir": str(tmp_path)})
+    job = Job.from_json({"name": "j", "command": ["python x.py"], "workdir": str(tmp_path)})
     (finding,) = check_program(job, PATH)
     assert (finding.code, "a separate entry" in finding.hint) == ("program.missing", True)
 
@@ -224,7 +224,7 @@ def test_the_program_that_starts_the_ranks(
     (tmp_path / "v" / "bin" / "horovodrun").touch(0o755)
     if "venv" in environment:
         environment = {"venv": f"{tmp_path}/v"}
-    job = Job.model_validate(
+    job = Job.from_json(
         {"name": "j", "command": ["true"], "launcher": launcher, "environment": environment}
     )
     findings = check_program(job, {"PATH": str(tmp_path / "bin")})
@@ -298,7 +298,7 @@ def test_software_that_does_not_exist(
     start.write_text(MODULE.replace("LOADED=1", f"LOADED=1 CONDA_EXE={conda}"))
     environment = {**PATH, "BASH_ENV": str(start)}
     findings, left = check_software(
-        Environment.model_validate(fields),
+        Environment.from_json(fields),
         SubprocessRunner(),
         environment,
         timeout=120,
@@ -316,7 +316,7 @@ def test_software_that_does_not_exist(
 )
 def test_without_a_module_system_nothing_is_known(answer: Completed | Exception) -> None:
     """Nor if it hangs: what was not looked up is listed."""
-    software = Environment.model_validate({"modules": ["x", "y"], "conda": "ml"})
+    software = Environment.from_json({"modules": ["x", "y"], "conda": "ml"})
     assert check_software(software, FakeRunner({"bash": [answer]}), PATH, timeout=1) == (
         [],
         ["modules x and y (no `module` command here)", "conda environment ml (no conda here)"],
@@ -350,7 +350,7 @@ def test_the_nodes_have_to_see_what_a_job_names(
     own = "hpml_orchestrator.check.paths.own_file_system"
     monkeypatch.setattr(own, lambda path: "" if path.startswith("/nfs/") else "ext4")
     command = None if "script" in fields else ["true"]
-    job = Job.model_validate({"name": "j", "command": command, "workdir": "/", **fields})
+    job = Job.from_json({"name": "j", "command": command, "workdir": "/", **fields})
     findings = [*check_shared(job, Path(records))]
     assert [one.field for one in findings] == found
     codes = {one.field: one.code for one in findings}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.check.job import check_local
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.rules import check
+from hpml_orchestrator.records.array import parse_array
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import (
     Association,
     Cluster,
@@ -21,8 +24,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Qos,
 )
 from hpml_orchestrator.scheduler.local.resources import LocalMachine
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
 
 HOUR = 3600
 CPU = {"features": frozenset({"cpu", "rack1"}), "cpus": 8, "memory_mib": 8000}
@@ -70,7 +72,7 @@ CLUSTER = Cluster(
 
 
 def job(stage: Any = (), **resources: Any) -> Job:
-    return Job.model_validate(
+    return Job.from_json(
         {"name": "j", "command": ["true"], "stage": list(stage), "resources": resources}
     )
 
@@ -336,9 +338,7 @@ def test_tasks_per_node_have_a_limit_of_their_own() -> None:
     codes = {
         launcher: [
             finding.code
-            for finding in check(
-                Job.model_validate({**data, "launcher": launcher}), cluster
-            ).findings
+            for finding in check(Job.from_json({**data, "launcher": launcher}), cluster).findings
         ]
         for launcher in ("srun", "torchrun")
     }
@@ -386,7 +386,7 @@ def test_what_is_staged_counts() -> None:
 )
 def test_arrays(size: int, array: str, limits: dict[str, int]) -> None:
     """The largest index is one less than MaxArraySize; 0 switches arrays off."""
-    asked = job().model_copy(update={"array": array})
+    asked = replace(job(), array=parse_array(array))
     findings = check(asked, with_partition(MAIN, max_array_size=size)).findings
     assert {finding.code: finding.limit for finding in findings} == limits
 

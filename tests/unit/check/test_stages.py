@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpml_orchestrator.check.stages import check_stages, check_targets
-from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.records.job import Job
 
 
 def job(*stage: dict[str, Any], **resources: Any) -> Job:
     """A job of two nodes that stages these entries."""
     entries = [{"name": "d", "source": "/none", **entry} for entry in stage]
     resources = {"nodes": 2, **resources}
-    return Job.model_validate(
-        {"name": "a", "command": ["x"], "resources": resources, "stage": entries}
-    )
+    return Job.from_json({"name": "a", "command": ["x"], "resources": resources, "stage": entries})
 
 
 def found(entry: dict[str, Any], **more: Any) -> list[tuple[str, str, str]]:
@@ -125,6 +124,42 @@ def test_what_staging_refuses_of_a_tree(tmp_path: Path) -> None:
     ((code, _, message),) = found({"source": str(tree), "outside_links": True})
     assert code == "stage.refused"
     assert "sub/pipe: is a device, fifo or socket" in message
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("s3://b/images", "`aws s3 cp --recursive s3://b/images /data/images`, or in environment"),
+        ("gs://b/x.tar", "`gcloud storage cp gs://b/x.tar /data/x.tar`"),
+        ("https://a.example/x.zip?v=1", "`wget -O /data/x.zip 'https://a.example/x.zip?v=1'`"),
+        ("swift://b/x", "`rclone copy REMOTE:b/x /data/x`"),
+        ("file:///data/x", "write the path: /data/x"),
+    ],
+)
+def test_urls_are_downloaded_before(source: str, hint: str) -> None:
+    """An error with the command to type, and its target."""
+    asked = replace(job({"source": source}), workdir="/data")
+    (finding,), sizes = check_stages(asked, seconds=9)
+    assert (finding.code, finding.level, sizes) == ("stage.url", "error", {})
+    assert hint in finding.hint
+
+
+def test_many_files_that_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning on Lustre and GPFS only, and not about what the program writes."""
+    monkeypatch.setattr("hpml_orchestrator.check.stages._MANY_FILES", 3)
+    for index in range(4):
+        (tmp_path / str(index % 2)).mkdir(exist_ok=True)
+        (tmp_path / str(index % 2) / f"{index}.png").touch()
+    words = [f"--data={tmp_path}", "--train", str(tmp_path), f"--output={tmp_path}", "--lr=.", "0"]
+    asked = replace(job(), args=tuple(words), workdir=str(tmp_path))
+    for kind, fields in (("lustre", ["args.0", "args.2"]), ("nfs4", [])):
+        monkeypatch.setattr(
+            "hpml_orchestrator.check.stages.file_system_type", lambda _, kind=kind: kind
+        )
+        findings, _ = check_stages(asked, seconds=9)
+        assert [finding.field for finding in findings] == fields
+        assert all("more than 3 files on lustre" in one.message for one in findings)
+        assert all(f"`hpml pack {tmp_path} DEST`" in one.hint for one in findings)
 
 
 def test_the_walk_through_data_ends(tmp_path: Path) -> None:

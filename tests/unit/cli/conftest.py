@@ -55,7 +55,7 @@ def node(hpml: Any, shell: Shell, tmp_path: Path) -> Iterator[Node]:
     """Two places to stage to, of this test alone."""
     made = Node(tmp_path, hpml, shell)
     yield made
-    made.stage("clean", "--mine", "--all", str(made.ram), str(made.disk))
+    made.stage("clean", "--all", str(made.ram), str(made.disk))
 
 
 @pytest.fixture

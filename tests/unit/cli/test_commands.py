@@ -90,9 +90,15 @@ def loaded_by(shell: Shell, *words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "absent"),
     [
-        ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.spec"),
-        ("list", "jinja2 ruamel rich.table hpml_orchestrator.spec.job hpml_orchestrator.staging"),
-        ("status", "jinja2 ruamel rich.table hpml_orchestrator.spec.job hpml_orchestrator.staging"),
+        ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.jobfile"),
+        (
+            "list",
+            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.validate hpml_orchestrator.staging",
+        ),
+        (
+            "status",
+            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.validate hpml_orchestrator.staging",
+        ),
         ("sweep --help", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),
         ("sweep status", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),
         ("render {job}", "hpml_orchestrator.node.agent hpml_orchestrator.staging"),
@@ -182,8 +188,10 @@ def test_render_writes_what_sbatch_needs(shell: Shell, hpml: Hpml) -> None:
     assert (made / "job.sh").read_text() == plain.out
     assert os.access(made / "job.sh", os.X_OK)
     assert (made / "hpml-node.pyz").read_bytes().startswith(b"PK")
-    assert hpml("render", path, "--json").json()["script"] == plain.out
-    for name in ("job.sh", "hpml-job.sh"):
+    printed = hpml("render", path, "--json").json()
+    assert printed["script"] == plain.out
+    assert printed["agent"] == json.loads((made / "agent.json").read_text())
+    for name in ("job.sh", "hpml-job.sh", "agent.json"):
         before = (made / name).read_text()
         (made / name).write_text("# my edit\n")
         assert hpml("render", path, "-o", "by hand").refuses(2, f"{name} that differs", "--force")

@@ -37,6 +37,39 @@ def test_the_job_file_and_the_report(hpml: Hpml, script: str) -> None:
     assert (first["line"], first["text"], first["kind"]) == (2, "--clusters=other", "lost")
 
 
+GWDG = """\
+#!/bin/bash
+#SBATCH --job-name=custom-name
+#SBATCH --nodes=2 # total number of nodes
+#SBATCH --ntasks-per-node=1 # total number of tasks per node
+#SBATCH --cpus-per-task=2 # cpu cores per task, > 1
+#SBATCH --mem-per-cpu=4GB # memory given to each cpu
+#SBATCH --time=00:01:00 # total run time limit (HH:MM:SS)
+#SBATCH --mail-type=all # mail when job begins and ends
+#SBATCH --mail-user=custom@mail.com
+module load anaconda3/2021.05
+source activate custom-env
+python custom-script.py
+"""
+
+
+def test_one_program_on_two_nodes_is_a_question(hpml: Hpml, shell: Shell) -> None:
+    """A course's own script: the draft starts it on one node as the script does, and asks."""
+    (shell.root / "job.sh").write_text(GWDG)
+    (shell.root / "custom-script.py").touch()
+    made = hpml("import", "job.sh", "-o", "job.yaml")
+    assert made.code == 0
+    assert "job.sh:3: not carried over: --nodes=2\n    the program starts on 1 of" in made.err
+    text = (shell.root / "job.yaml").read_text()
+    assert "\n# Question: the program starts on 1 of the header's 2 nodes" in text
+    assert "  modules: [anaconda3/2021.05]\n  conda: custom-env\n" in text
+    assert "nodes: 2" not in text.partition("name:")[2]
+    script = hpml("render", "job.yaml").out
+    assert "#SBATCH --nodes=1\n" in script
+    assert "#SBATCH --mem=8G\n" in script or "--mem=8192M" in script
+    assert "custom-name: " in (checked := hpml("check", "job.yaml")).out + checked.err
+
+
 def test_a_reason_and_a_hint_are_printed_once(hpml: Hpml, script: str, shell: Shell) -> None:
     """Lines with one reason stand together."""
     (shell.root / script).write_text(SCRIPT.replace("echo hello", "ulimit -n 9\numask 2"))

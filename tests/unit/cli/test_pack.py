@@ -13,13 +13,13 @@ import pytest
 
 from tests.patience import eventually
 from tests.unit.cli.support import Hpml, Shell
-from tests.unit.packing.conftest import contents, finished, grow, left, untar
+from tests.unit.staging.packs import contents, finished, grow, left, untar
 
 # hpml whose second archives never end: a signal comes in the midst of packing on any machine.
 SLOW_PACK = """
 import itertools, time
 from hpml_orchestrator.cli.__main__ import run
-from hpml_orchestrator.packing import shards
+from hpml_orchestrator.staging import pack as shards
 real, count = shards._header, itertools.count()
 def slow(*words, **more):
     time.sleep(600 if next(count) > 50 else 0)

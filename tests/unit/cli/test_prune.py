@@ -16,9 +16,9 @@ import pytest
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job
 from tests.unit.cli.support import Hpml, Shell
 
 DAY = 86_400
@@ -38,11 +38,9 @@ def made(shell: Shell, store: Store) -> Callable[..., Submission]:
     def make(
         name: str, days: float, state: str = "", *, job: str = "77", **fields: Any
     ) -> Submission:
-        rendered = render_job(load_job(shell.job(name, **fields)), Capabilities())
+        rendered = render_job(load_job(shell.job(name, **fields), backend="local"), Capabilities())
         now = time.time() - days * DAY
-        submission = prepare(
-            store, rendered, backend="local", cluster="", argv=["hpml"], environment={}, now=now
-        )
+        submission = prepare(store, rendered, cluster="", argv=["hpml"], environment={}, now=now)
         for _, rid in submission.runs():
             (store.runs_dir / rid).mkdir(exist_ok=True)  # a task makes its own when it starts
             write_text(store.runs_dir / rid / "checkpoint.pt", "x" * 20_000)

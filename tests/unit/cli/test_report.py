@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from hpml_orchestrator.bench.figures import cpu_model
+from hpml_orchestrator.bench.results import Measurement, Rate, keep
 from tests.unit.cli.support import Hpml, Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")
@@ -77,6 +82,70 @@ def test_a_profile(hpml: Hpml, shell: Shell, trained: str) -> None:
     assert done.code == 0
     assert f"warning: {trace} is not a trace" in done.err
     shutil.rmtree(directory)
+
+
+AVERAGING = """\
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from hpml_channel import Channel
+channel = Channel.from_env()
+print("peak", os.environ["HPML_PEAK_TFLOPS"], os.environ.get("HPML_PEAK_TFLOPS_BF16"))
+channel.event("training")
+channel.gauge(gradient_bytes=20e6, gradient_buckets=100)
+for _ in range(40):
+    channel.count(samples=8, steps=1, step_seconds=1.0, comm_seconds=0.4, wait_seconds=0)
+if os.environ["RANK"] == "0":
+    channel.result(flops_per_sample=1e8, samples_per_second=23, bubble=0.25, bubble_formula=0.2)
+channel.close()
+"""
+RESOURCES = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": 1, "time": "5:00"}
+
+
+def test_predictions_from_a_bench(hpml: Hpml, shell: Shell) -> None:
+    """Peaks for the ranks, the averaging of each scale, the buckets that follow, the roofline."""
+    here, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
+    curve = [(2, n, 2 * 1e-3 + n * 1e-8) for n in (4096.0, 1e6, 16e6)]  # 1 ms, 100 MB/s
+    figures = {"cpu.matmul.float32": Rate(cpus * 23e9, "FLOP/s"), "host.memory": Rate(4e9, "B/s")}
+    measured = Measurement(
+        here, "kind", "bench-1", time.time(), cpus, cpu_model(), figures=figures,
+        curves={"node": curve},
+    )  # fmt: skip
+    (shell.root / "averaging.py").write_text(AVERAGING)
+    command = ["python3", str(shell.root / "averaging.py"), str(CHANNEL)]
+    args = ["--batch-size=8", "--bucket-mb=0.2"]
+    job = shell.job("averages", command=command, args=args, resources=RESOURCES)
+    keep([measured], [shell.records / "bench"])
+    try:
+        scales = ("--strong", "ranks=2", "--repeats", "1")
+        assert hpml("sweep", "run", job, *scales, "--local").code == 0
+        swept = hpml("sweep", "report", "last", "--markdown").out
+        facts = hpml("sweep", "report", "last", "--json").json()
+        run = facts["attempts"][0]["row"]["run"]
+        said = " ".join(hpml("report", run).out.split())
+        reported = hpml("report", run, "--json").json()
+        assert hpml("report", run, "--html", "averaging.html").code == 0
+    finally:
+        shutil.rmtree(shell.records / "bench")
+    # One of the node's CPUs for each rank; bfloat16 was not measured.
+    assert hpml("logs", run).out.count("peak 0.023 None\n") == 2
+    assert "| 2 ranks | 2 | 20 | 100 | 400 | 400 | 400 | 1,000 | 1 |" in swept
+    assert [*facts["averaging"]] == ["0"]
+    assert "20 MB of gradients in 100 buckets by 2 ranks take 400 ms per step" in said
+    assert "change enlarge DDP's buckets to 2 MiB (`bucket_cap_mb=2`): 10 buckets instead" in said
+    assert "save about 180 ms of 400 ms per step" in said
+    assert reported["findings"][0]["changes"][0]["value"] == "--bucket-mb=2"
+    assert reported["facts"]["achieved_flops"] == pytest.approx(2.3e9)
+    page = (shell.root / "averaging.html").read_text("utf-8")
+    assert 'class="roofline"' in page
+    assert "it has at least 0.575 FLOP/byte" in page
+    # What the training compares with a formula of its own.
+    assert "formulas bubble 0.25 (0.2 by formula)" in said
+    assert "bubble 0.25 (0.2 by formula)" in page
+    # Without the bench the same run has no prediction, and its report names what it needs.
+    assert "take 400 ms per step; predicted: unknown (needs `hpml bench`)" in " ".join(
+        hpml("report", run).out.split()
+    )
+    assert "| 400 | unknown | unknown |" in hpml("sweep", "report", "last", "--markdown").out
 
 
 def test_two_runs(hpml: Hpml, trained: str, array: str) -> None:

@@ -50,6 +50,20 @@ def test_the_recorded_job_is_submitted_again(shell: Shell, hpml: Hpml, old: dict
     assert f"continues  {old['id']}" in hpml("show", made["id"]).out
 
 
+def test_what_a_newer_version_recorded_stays(shell: Shell, hpml: Hpml) -> None:
+    """Fields that this version does not know are no error, and the new record has them, too."""
+    ran = shell.hpml("run", "--local", "--json", shell.job("newer", monitor=False)).json()
+    path = Path(ran["submission"], "submit.json")
+    record = json.loads(path.read_text())
+    record["job"]["colour"], record["job"]["resources"]["watts"] = "red", 300
+    path.write_text(json.dumps(record))
+    made = hpml("resubmit", ran["id"], "--set", "resources.time=7:00", "--json").json()
+    assert hpml("wait", made["id"]).code == 0
+    job = hpml("show", "--json", made["id"]).json()["record"]["job"]
+    assert (job["colour"], job["resources"]["watts"]) == ("red", 300)
+    assert job["resources"]["time"] == "00:07:00"
+
+
 def test_with_changes(hpml: Hpml, old: dict[str, Any]) -> None:
     """Fields replace the recorded ones, arguments are appended."""
     words = ("--set", "resources.time=7:00", "--set", "environment.variables.WORD=other")

@@ -17,12 +17,12 @@ import pytest
 
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.slurm import client
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault
 from tests.unit.cli.support import Hpml, Result, Shell
 
@@ -271,12 +271,10 @@ def test_ctrl_c_during_a_submission(
 def prepared(shell: Shell, name: str) -> tuple[Store, Submission]:
     """A submission that was cut off long ago, before the scheduler was called."""
     store = Store(shell.records)
-    rendered = render_job(load_job(shell.job(name)), Capabilities())
+    rendered = render_job(load_job(shell.job(name), backend="local"), Capabilities())
     argv, environment = ["hpml"], shell.environment()
     now = time.time() - 1000
-    made = prepare(
-        store, rendered, backend="local", cluster="", argv=argv, environment=environment, now=now
-    )
+    made = prepare(store, rendered, cluster="", argv=argv, environment=environment, now=now)
     return store, made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.cli.support import HPML, Node, grow, in_terminal, same
 
@@ -28,6 +29,13 @@ def tree(tmp_path: Path) -> Path:
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """At 500 opens per second, more than is copied before a signal comes."""
     return grow(tmp_path_factory.mktemp("sources") / "big", 3000, 2000)
+
+
+def of_a_job(base: Path, source: Path, key: str, *, keep: bool) -> CopyStager:
+    """Stage as a job's agent does; its stager still uses the data."""
+    stager = CopyStager(key)
+    stager.stage(StageRequest("tree", str(source), target=str(base), keep=keep))
+    return stager
 
 
 def test_the_copy_is_there_and_reused(node: Node, tree: Path) -> None:
@@ -132,7 +140,7 @@ def test_a_source_that_changes_midway(node: Node, big: Path, tmp_path: Path, fau
     tree = tmp_path / "tree"
     shutil.copytree(big, tree, symlinks=True)
     process = node.start(str(tree), "--to", "shm", *SLOWLY)
-    eventually(lambda: any(node.ram.glob("hpml-*/.cache/*/.data.partial-*/*/*")))
+    eventually(lambda: any(node.ram.glob("hpml-*/*/.data.partial-*/*/*")))
     last = tree / "6" / max(os.listdir(tree / "6"))
     if fault == "grows":
         last.write_bytes(b"x" * 10_000)
@@ -151,7 +159,7 @@ def test_a_disk_that_fills_midway(node: Node, big: Path, tmpfs: Callable[[str], 
     """Another process takes the room that was there when the copy began."""
     disk = tmpfs("32m")
     process = node.start(str(big), "--to", str(disk), *SLOWLY)
-    eventually(lambda: any(disk.glob("hpml-*/.cache/*/.data.partial-*/*/*")))
+    eventually(lambda: any(disk.glob("hpml-*/*/.data.partial-*/*/*")))
     command = ["dd", "if=/dev/zero", f"of={disk / 'filler'}", "bs=64k", "status=none"]
     subprocess.run(command, check=False)
     out, err = process.communicate(timeout=60)
@@ -180,14 +188,14 @@ def test_a_signal_stops_in_good_order(
 ) -> None:
     """Status 128 + its number; nothing is half-published, and the next run works."""
     process = node.start(str(tree), str(big), "--to", "shm", *SLOWLY, start_new_session=True)
-    eventually(lambda: any(node.ram.glob("hpml-*/.cache/big@*/.data.partial-*/*/*")))
+    eventually(lambda: any(node.ram.glob("hpml-*/big-*/.data.partial-*/*/*")))
     os.killpg(process.pid, sent)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + sent, (out, err)
     assert out.startswith("staged tree: 50 files")
     name = "Ctrl-C" if sent == signal.SIGINT else sent.name
     assert err.splitlines()[-1] == f"hpml: {name}: not staged: big; kept: tree"
-    assert not [*node.ram.glob("hpml-*/.cache/big@*"), *node.ram.glob("hpml-*/*/big")]
+    assert not list(node.ram.glob("hpml-*/big-*"))
     assert node.stage(str(big), "--to", "shm", "--print", "files").out == "3000\n"
 
 
@@ -200,22 +208,34 @@ def test_a_terminal_gets_a_bar(node: Node, big: Path) -> None:
 
 
 def test_ls(node: Node, tree: Path) -> None:
-    """Of this shell, of one that has ended, and kept; with who uses it."""
+    """What a person staged stays until it is cleaned, what a job kept while there is room."""
     empty = node.stage("ls")
-    assert (empty.code, empty.out, empty.err) == (0, "", "nothing is staged\n")
+    places = f"nothing is staged in {node.ram}, {node.disk}\n"
+    assert (empty.code, empty.out, empty.err) == (0, "", places)
     assert node.stage("ls", "--json").json() == []
-    mine = node.stage(str(tree), "--to", "shm", "--print", "path").out.strip()
-    gone = node.script(str(tree), "--to", "shm", "--name", "gone", "--print", "path")
-    node.script(str(tree), "--to", "local", "--keep", "--name", "mine")
-    staged = {data["name"]: data for data in node.stage("ls", "--json").json()}
-    assert (staged["tree"]["path"], bool(staged["tree"]["in_use"])) == (mine, True)
-    assert (staged["gone"]["path"], staged["gone"]["in_use"]) == (gone, "")
-    kept = staged["mine"]
-    assert (kept["kept"], kept["files"], kept["bytes"], kept["state"]) == (True, 50, 25_000, "ok")
-    table = node.stage("ls", str(node.ram)).out.splitlines()
-    assert table[0] == "NAME\tSIZE\tFILES\tSTATE\tKEPT\tIN USE\tLAST USED\tSOURCE\tPATH"
-    assert len(table) == 3
-    assert any(line.endswith(f"\t{tree}\t{mine}") for line in table)
+    mine = node.script(str(tree), "--to", "shm", "--print", "path")
+    jobs = of_a_job(node.ram, tree / "0", "job-7", keep=False)
+    of_a_job(node.disk, tree, "job-7", keep=True).leave()
+    table = node.stage("ls", str(node.ram), str(node.disk)).out.splitlines()
+    assert table[0] == "NAME\tSIZE\tFILES\tSTATE\tSTAYS\tIN USE\tLAST USED\tSOURCE\tPATH"
+    found = {row[4]: row for row in (line.split("\t") for line in table[1:])}
+    assert found.keys() == {"until cleaned", "with its job", "while room"}
+    assert found["until cleaned"][:4] == ["tree", "24.4 KiB", "50", "ok"]
+    assert found["until cleaned"][-2:] == [str(tree), mine]
+    used = {stays: row[5] for stays, row in found.items()}
+    assert used == {
+        "until cleaned": "-",
+        "with its job": f"process {os.getpid()}",
+        "while room": "-",
+    }
+    jobs.cleanup()
+    staged = {data["path"]: data for data in node.stage("ls", "--json").json()}
+    assert len(staged) == 2, "what goes with a job is gone"
+    assert (staged[mine]["by_hand"], staged[mine]["files"], staged[mine]["bytes"]) == (
+        True,
+        50,
+        25_000,
+    )
 
 
 def test_verify(node: Node, tree: Path) -> None:
@@ -244,43 +264,67 @@ def test_verify(node: Node, tree: Path) -> None:
 
 
 def test_clean(node: Node, tree: Path) -> None:
-    """Of a shell that has ended: yes. Of this one: with --mine. Kept: with --older or --all."""
-    mine = node.stage(str(tree), "--to", "shm", "--print", "path").out.strip()
-    gone = node.script(str(tree), "--to", "shm", "--name", "gone", "--print", "path")
-    node.script(str(tree), "--to", "local", "--keep")
-    line = f"{gone} (copy of {tree}): 24.4 KiB"
-    assert f"would remove {line}" in node.stage("clean", "--dry-run").out
-    assert os.path.isdir(gone)
+    """What was staged by hand, or a job kept, goes by its path, with --older or with --all."""
+    mine = node.script(str(tree), "--to", "shm", "--print", "path")
+    of_a_job(node.disk, tree, "job-7", keep=True).leave()
+    line = rf"{re.escape(mine)} \(24\.4 KiB, since \d{{4}}-\d\d-\d\d \d\d:\d\d, copy of {tree}\)"
+    assert re.search(f"would remove {line}\n", node.stage("clean", "--all", "--dry-run").out)
     shown = node.stage("clean").out
-    assert f"removed {line}" in shown
-    assert f"kept: {os.path.dirname(mine)}: in use" in shown
-    assert (os.path.exists(gone), os.path.isdir(mine)) == (False, True)
+    assert re.search(f"kept {line}: staged by hand, last used ", shown)
+    assert re.search(r"kept \S+ \(24\.4 KiB, .*: kept for later jobs, last used ", shown)
+    assert same(tree, mine)
     cleaned = node.stage("clean", "--older", "1h", "--json").json()
     assert (cleaned["removed"], len(cleaned["kept"])) == ([], 2)
+    assert re.search(f"removed {line}\n", node.stage("clean", "shm", "--all").out)
+    assert os.listdir(node.ram) == []
     cleaned = node.stage("clean", "--older", "0s", str(node.disk), "--json").json()
     assert [data["source"] for data in cleaned["removed"]] == [str(tree)]
     assert cleaned["bytes"] == 25_000
-    refused = node.stage("clean", "--mine", mine)
-    assert refused.refuses(2, f"hint: use {node.ram}; --mine removes what this shell staged")
-    assert f"removed {mine} (copy of {tree})" in node.stage("clean", "--mine").out
+    assert os.listdir(node.disk) == []
+
+
+def test_clean_a_path(node: Node, tree: Path) -> None:
+    """Only that, even if a job kept it, but not while something uses it."""
+    mine = node.script(str(tree), "--to", "shm", "--print", "path")
+    other = node.script(str(tree / "0"), "--to", "shm", "--print", "path")
+    job = of_a_job(node.disk, tree, "job-7", keep=True)
+    (kept,) = [data["path"] for data in node.stage("ls", str(node.disk), "--json").json()]
+    busy = node.stage("clean", kept)
+    assert (busy.code, f"in use by process {os.getpid()}" in busy.out) == (8, True)
+    assert same(tree, kept)
+    job.leave()
+    assert node.stage("clean", kept, mine).code == 0
+    assert (os.listdir(node.disk), os.path.exists(mine), os.path.exists(other)) == ([], False, True)
+    gone = node.stage("clean", mine)
+    assert gone.refuses(3, f"nothing is staged at {mine}", "hpml stage ls")
+    assert node.stage("clean", other, "--all").refuses(2, "--all: cannot be given together with")
+    assert node.stage("clean", other, "shm").refuses(2, "PATH: must all be staged data, or all")
+    store = os.path.dirname(os.path.dirname(os.path.dirname(other)))
+    assert node.stage("clean", store, "--all").code == 0
+    assert os.listdir(node.ram) == []
+
+
+def test_a_job_is_named_that_uses_it(node: Node, tree: Path) -> None:
+    """In the table, and by `clean`, which leaves it."""
+    path = node.script(str(tree), "--to", "shm", "--print", "path")
+    command = ["flock", "--shared", f"{os.path.dirname(path)}/.lease", "sh", "-c", "echo; read _"]
+    environment = {**node.shell.environment(), "SLURM_JOB_ID": "4711"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        assert "\tjob 4711\t" in node.stage("ls").out
+        assert node.stage("clean", "--all").out.endswith("): in use by job 4711\n")
+        user.communicate(b"\n")
+    assert node.stage("clean", "--all").out.startswith(f"removed {path} (")
+
+
+@pytest.mark.parametrize(
+    "words", ["{} --keep", "{} --name x", "clean --mine", "ls --mine"], ids=lambda words: words[-6:]
+)
+def test_options_that_there_are_not(node: Node, tree: Path, words: str) -> None:
+    """Such as those of development versions: nothing is staged or removed."""
+    option = words.split()[1]
+    ended = node.stage(*words.format(tree).split())
+    assert ended.refuses(2, f"No such option: {option}", "hint: hpml stage")
     assert os.listdir(node.ram) == os.listdir(node.disk) == []
-
-
-def test_keep(node: Node, tree: Path) -> None:
-    """Another shell finds kept data; keeping what this shell staged for itself is reported.
-
-    `bash -c` lets its last command take its place: what the shell staged is this process's.
-    """
-    assert json.loads(node.script(str(tree), "--to", "shm", "--keep", "--json"))[0]["kept"]
-    (staged,) = node.stage(str(tree), "--to", "shm", "--json").json()
-    assert (staged["reused"], staged["kept"]) == (True, True)
-    assert "in use by" in node.stage("clean", "--all").out
-    assert node.stage("clean", "--mine", "--all").out.startswith("removed ")
-    node.stage(str(tree), "--to", "local")
-    late = node.stage(str(tree), "--to", "local", "--keep")
-    assert (late.code, "this shell staged it without --keep" in late.err) == (0, True)
-    assert node.stage("clean", "--mine").code == 0
-    stage = f"{HPML} {' '.join(node.first)} stage"
-    last = node.shell.bash(f"bash -c '{stage} {tree} --to shm --print path; {stage} clean --mine'")
-    path, cleaned = last.out.splitlines()
-    assert cleaned.startswith(f"removed {path} (copy of {tree})")

@@ -42,6 +42,12 @@ eval "$(conda shell.bash hook)"
 conda activate vision
 srun python train.py
 """,
+    "conda by its old command": r"""
+#SBATCH --time=10
+module load anaconda3/2021.05
+source activate vision
+python train.py
+""",
     "conda by a path and a module behind it": r"""
 #SBATCH --time=10
 . ../etc/profile.d/conda.sh
@@ -323,10 +329,6 @@ deepspeed --hostfile=hosts.txt train.py
     "a configuration of accelerate": (
         "accelerate launch --config_file fsdp.yaml train.py", 2, "no counterpart"),
     "elastic nodes": ("torchrun --nnodes=1:2 --nproc_per_node=4 train.py", 2, "needs this number"),
-    "one node of two": (r"""
-#SBATCH -N2 --gpus-per-node=4
-python train.py
-""", 3, "on 1 of the header's 2 nodes"),
     "a separate training on each node": (r"""
 #SBATCH -N2 --ntasks-per-node=1 --gpus-per-node=4
 srun torchrun --standalone --nproc_per_node=4 train.py

@@ -20,8 +20,8 @@ import pytest
 from hpml_orchestrator import assets
 from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.spec.load import load_job
 from tests.unit.convert import fakes
 from tests.unit.convert.table import REFUSED, SAME
 from tests.unit.local_runs import Desk
@@ -29,7 +29,8 @@ from tests.unit.local_runs import Desk
 # What hpml sets itself, or Slurm, or bash; all else that the script's program got is compared.
 OWN = re.compile(
     r"(SLURM|SRUN|HPML|FAKE|BASH|MASTER|PMI)_?\w*|WORLD_SIZE|RANK|LOCAL_RANK|PWD|OLDPWD|SHLVL|_|"
-    r"PYTHONUNBUFFERED|CUDA_\w+|hpml_\w+|LINENO|NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME"
+    r"PYTHONUNBUFFERED|CUDA_\w+|hpml_\w+|LINENO|NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME|"
+    r"OMP_PROC_BIND"  # hpml binds the ranks
 )
 STUB = """\
 # A fake of the frame around a job: it claims nothing, starts no agent and waits for nobody.
@@ -120,6 +121,7 @@ class Cluster:
         fakes.install(self.project)
         (root / "shell").write_text(SHELL.format(root=root))
         (root / "etc/profile.d/conda.sh").touch()
+        (root / "bin/activate").write_text('conda activate "$1"\n')
         (self.project / "env/bin/activate").write_text("export VIRTUAL_ENV=here\n")
         (self.project / "env.sh").write_text("export FROM_FILE=1 LR=0.5\n")
         (self.project / "params.txt").write_text("first\nsecond\nthird\n")
@@ -155,7 +157,9 @@ class Cluster:
         """Render a job file and run its batch script; return what the program got."""
         path = self.project / "job.yaml"
         path.write_text(made.text)
-        text = render(load_job(str(path)).job, Capabilities(interpreter="/usr/bin/python3"))
+        job = load_job(str(path)).job
+        assert job == made.job
+        text = render(job, Capabilities(interpreter="/usr/bin/python3"))
         submission = self.root / "submission"
         submission.mkdir()
         (submission / "job.sh").write_text(text)

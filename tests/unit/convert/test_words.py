@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.convert.importer import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.jobfile.document import parse_yaml
 
 ENVIRONMENT = {"HOME": "/home/ada", "U": "u v", "W": "w", "PATH": "/usr/bin:/bin"}
 CONTEXT = ImportContext("/", "/", ENVIRONMENT)
@@ -63,9 +64,10 @@ def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: l
     """Or the script is refused, or a line of setup refuses the value when the job starts."""
     script = "\n".join([*assignments, f"python t.py {''.join(fragments)}", ""])
     try:
-        job = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT).job
+        made = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT)
     except HpmlError:
         return
+    job = parse_yaml(made.text, "it")
     environment = job.get("environment", {})
     exports = [f"export {k}={shlex.quote(v)}" for k, v in environment.get("variables", {}).items()]
     command = f"python t.py {' '.join(map(word, job.get('args', [])))}"

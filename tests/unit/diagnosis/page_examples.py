@@ -44,7 +44,9 @@ DATA = Finding(
             "stage",
             [{"name": "digits", "source": "digits", "target": "shm"}],
         ),
-        Change("use 4 loader workers for each rank: its cores are idle", "launch.workers", 4),
+        Change(
+            "use 4 loader workers for each rank: its cores are idle", "binding.loader_workers", 4
+        ),
     ],
     gain=0.29,
     gain_if="if no step waited for data",
@@ -65,7 +67,9 @@ BATCH = Finding(
     "warning",
     "the tensor cores are idle",
     evidence=["tensor cores 3 % active while 71 % of the SMs work"],
-    changes=[Change("train in bfloat16", "launch.amp", "bf16", touches_accuracy=True)],
+    changes=[
+        Change("train in bfloat16", "environment.variables.AMP", "bf16", touches_accuracy=True)
+    ],
 )
 
 

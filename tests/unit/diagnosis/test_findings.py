@@ -18,6 +18,7 @@ from hpml_orchestrator.check.job import check_local
 from hpml_orchestrator.diagnosis.apply import changed_job, choose_changes
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import (
+    AllReduce,
     Change,
     DataArgument,
     Facts,
@@ -30,8 +31,8 @@ from hpml_orchestrator.diagnosis.model import (
 from hpml_orchestrator.diagnosis.page import page
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.scheduler.local.resources import LocalMachine
-from hpml_orchestrator.spec.load import load_job
 from tests.unit.diagnosis.jobs import complete
 
 GIB = float(1 << 30)
@@ -419,18 +420,18 @@ def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> No
 
     def load(document: Mapping[str, Any]) -> dict[str, Any]:
         (tmp_path / "job.yaml").write_text(json.dumps(document))
-        return load_job(tmp_path / "job.yaml").job.model_dump(mode="json")
+        return load_job(tmp_path / "job.yaml").job.to_json()
 
     given_facts, _ = FAULTS[name]
     (tmp_path / "train.py").write_text("")
-    before = load(given_facts.job)
+    before = load(given_facts.job.to_json())
     changes = [
         change
         for one in (*diagnose(given_facts).findings, *diagnose(given_facts).unknown)
         for change in one.changes
     ]
     for change in changes:
-        document = json.loads(json.dumps(given_facts.job))
+        document = given_facts.job.to_json()
         for field, value in {change.field: change.value, **change.also}.items():
             if field:
                 put(document, field, value)
@@ -446,7 +447,8 @@ def test_its_changes_pass_the_checks(name: str, cpus: int, gigabytes: int, tmp_p
     machine = LocalMachine((*range(cpus),), ("0", "1"), gigabytes << 10)
     (tmp_path / "train.py").write_text("")
     for one in choose_changes(diagnose(run)).made:
-        (tmp_path / "job.yaml").write_text(json.dumps(changed_job(run.job, one.fields)))
+        changed = changed_job(run.job, one.fields)
+        (tmp_path / "job.yaml").write_text(json.dumps(changed.to_json()))
         job = load_job(tmp_path / "job.yaml").job
         refused = {error.code for error in check_local(job, machine)}
         assert refused <= {"local.nodes"}, one.change
@@ -855,6 +857,61 @@ def test_communication_is_reduced_before_gradients_lose_digits(nodes: int) -> No
     assert "bf16_compress_hook" in second.text
     assert first.touches_accuracy
     assert second.touches_accuracy
+
+
+LINK = AllReduce(1e-3, 1e-8, 0.12, ranks=4)  # 1 ms, 100 MB/s
+SMALL = {
+    "gradient_bytes": 20e6,
+    "gradient_buckets": 100,
+}  # the ring: 0.6 s of latency, 0.3 of bytes
+AS_PREDICTED = (
+    "20 MB of gradients in 100 buckets by 4 ranks take 1 s per step; predicted: ring 900 ms, tree "
+    "700 ms, parameter server 1.8 s (latency 1 ms, 100 MB/s with 4 ranks, bench)"
+)
+IMAGES = {**JOB, "script": "src/ddp_images.py", "args": ["--data=d"]}
+
+
+@pytest.mark.parametrize(
+    ("known", "comm", "job", "line", "change"),
+    [
+        ({}, 1000.0, JOB, None, None),
+        (SMALL, 1000.0, JOB, AS_PREDICTED, ("", None)),
+        (SMALL, 1000.0, IMAGES, "", ("args", ["--data=d", "--bucket-mb=4"])),
+        (SMALL, 1000.0, {**IMAGES, "args": ["--bucket-mb=0.2"]}, "", ("args.0", "--bucket-mb=4")),
+        (SMALL, 1000.0, {**IMAGES, "args": ["--bucket-mb", "1"]}, "", ("args.1", "4")),
+        (SMALL, 2000.0, JOB, "2.2 times the ring's time: others use the link or the CPUs", None),
+        ({**SMALL, "gradient_bytes": 200e6}, 1000.0, JOB, "3.6 times as fast as the ring", None),
+        ({"gradient_bytes": 40e6, "gradient_buckets": 11}, 700.0, JOB, "in 11 buckets", None),
+        ({**SMALL, "peaks": None}, 1000.0, JOB, "predicted: unknown (needs `hpml bench`)", None),
+        ({**SMALL, "peaks": Peaks(allreduce={"nodes": [replace(LINK, ranks=2)]})}, 2000.0, JOB,
+         "more ranks share the link or the CPUs than in `hpml bench`", None),
+        ({**SMALL, "peaks": Peaks(allreduce={"node": [LINK]})}, 1000.0, JOB, "needs `hpml", None),
+    ],
+    ids=["not reported", "as predicted", "images", "changed", "two words", "slower", "faster",
+         "large enough", "no bench", "fewer ranks", "other link"],
+)  # fmt: skip
+def test_buckets_follow_from_latency_and_bandwidth(
+    known: dict[str, Any], comm: float, job: Any, line: str | None, change: tuple[str, Any] | None
+) -> None:
+    """P L / G / 0.1 are 4 MiB: 5 buckets save 0.57 s; only where the model describes the run."""
+    peaks = Peaks(allreduce={"nodes": [LINK]}, origin="bench")
+    found = diagnose(
+        replace(facts(job=job, ranks=ranks(comm_seconds=comm)), **{"peaks": peaks, **known})
+    )
+    shown = " ".join(text(found).split())
+    assert (line is not None) == ("averaging " in shown)
+    assert (line or "") in shown
+    assert ("Averaging: " in markdown(found)) == (line is not None)
+    assert (to_json(found)["averaging"] is not None) == (line is not None)
+    changes = found.findings[0].changes
+    first, *_ = changes
+    assert ("enlarge DDP's buckets to 4 MiB" in first.text) == (change is not None)
+    if change:
+        assert (first.field, first.value) == change
+        assert "5 buckets instead of 100 save about 570 ms of 1 s per step" in first.text
+        assert "the ring's model is 11% off this run and 12% off the bench" in first.text
+    measured = bool(known) and line is not None and "needs" not in line
+    assert any("bucket_cap_mb`)" in one.text for one in changes) != measured
 
 
 def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:

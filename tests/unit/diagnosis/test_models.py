@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpml_orchestrator.diagnosis import models
-from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, NodeFacts, Peaks
+from hpml_orchestrator.diagnosis.model import AllReduce, Facts, GpuFacts, NodeFacts, Peaks
 from hpml_orchestrator.errors import InputError
 from tests.unit.diagnosis.jobs import complete
 
@@ -57,6 +57,15 @@ def test_latency_and_bandwidth_are_never_negative() -> None:
     large = models.fit_allreduce([2] * 3, [1e8, 2e8, 4e8], [0.9e-2, 2e-2, 4.1e-2])
     assert large.alpha == 0
     assert large.bandwidth == pytest.approx(1e10, rel=0.05)
+
+
+def test_averaging_is_predicted_by_the_formulas_of_the_lecture() -> None:
+    """8 ranks, 4 MB in 2 buckets: 14, 6 and 2 latencies for each, and once the bytes."""
+    link = AllReduce(1e-4, 1e-9, 0.1, ranks=8)
+    found = models.predict_averaging(link, 8, 4e6, messages=2)
+    assert found["ring"] == pytest.approx(played_out(8, 2e6, 1e-4, 1e-9) * 2)
+    assert found["tree"] == pytest.approx(2 * 6e-4 + 2 * 4e-3 * 7 / 8)
+    assert found["parameter server"] == pytest.approx(2 * 2e-4 + 2 * 8 * 4e-3)
 
 
 @pytest.mark.parametrize(

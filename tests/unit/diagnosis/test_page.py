@@ -158,16 +158,21 @@ def test_of_many_ranks_the_extremes_are_shown() -> None:
     assert len(text) < 250_000
 
 
+CPU = Peaks({"float32": 46e9}, 4e9)  # as `hpml bench` measures it
+
+
 @pytest.mark.parametrize(
     ("known", "sentence", "drawn"),
     [
         ({}, "At 115 FLOP/byte the memory bandwidth would allow 346 TFLOP/s", True),
-        ({"peaks": Peaks({"bfloat16": 989e12}, origin="sheet")}, "No roofline: the bytes", False),
+        ({"peaks": Peaks({"bfloat16": 989e12}, origin="sheet")}, "No roofline: the bandw", False),
+        ({"gpu_count": 0, "nodes": (), "achieved_flops": 2.4e9, "peaks": CPU},
+         "so the run is a line: it has at least 0.6 FLOP/byte", True),
         ({"achieved_flops": 4 * 700e12, "peaks": Peaks({"bfloat16": 794e12}, 8e11)},
          "the compute units would allow 794 TFLOP/s", True),
         ({"achieved_flops": None, "nodes": ()}, None, False),
     ],
-    ids=["memory", "no bandwidth", "compute", "unknown"],
+    ids=["memory", "no bandwidth", "CPU", "compute", "unknown"],
 )  # fmt: skip
 def test_the_roofline_is_drawn_if_its_figures_are_known(
     known: dict[str, Any], sentence: str | None, drawn: bool

@@ -68,6 +68,10 @@ def test_real_traces_of_two_ranks(tmp_path: Path) -> None:
     assert profile.communication * profile.step_seconds > 0.05
     assert profile.compute > 0
     assert profile.idle > profile.data
+    assert profile.path is not None
+    first = profile.path.parts[0]
+    assert (first.kind, first.rank, profile.path.waits) == ("work", 1, "all-reduce 1")
+    assert profile.path.gain_seconds > 0.1
 
 
 def test_shares_on_a_cpu(tmp_path: Path) -> None:
@@ -117,11 +121,17 @@ def test_shares_on_a_gpu(tmp_path: Path) -> None:
     assert profile.text().startswith("GPU in 1 steps of 100 ms, 1 rank: ".replace("steps", "step"))
 
 
-def test_of_many_ranks_some_are_read(tmp_path: Path) -> None:
+def test_of_many_large_traces_some_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By number, not by name: rank 10 comes after rank 9."""
     for rank in range(12):
         event = ("user_annotation", "hpml.step", 0.0, 10.0 + rank)
         trace(tmp_path / f"trace-rank{rank}.json.gz", event)
+    small = read_profile(tmp_path)
+    assert small is not None
+    assert small.ranks == tuple(range(12))
+    monkeypatch.setattr("hpml_orchestrator.diagnosis.profile._SMALL_BYTES", 100)
     profile = read_profile(tmp_path)
     assert profile is not None
     assert (profile.ranks, profile.traces) == ((0, 3, 6, 9), 12)

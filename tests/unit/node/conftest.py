@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hpml_orchestrator
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.job import Job, Stage
+from hpml_orchestrator.records.node_job import AGENT_FILE, NodeJob, SiteLimits
 from hpml_orchestrator.records.store import Store
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -23,10 +26,17 @@ CODE = (
 SID = "probe-20240101-000000-abcdef"
 
 
-def stage(name: str, source: Path, target: Path, **more: object) -> tuple[str, str]:
-    """The agent's argument for an entry of `stage`."""
-    entry = {"name": name, "source": str(source), "target": str(target), **more}
-    return "--stage", json.dumps(entry)
+UNLIMITED = SiteLimits()
+
+
+def stage(name: str, source: Path, target: Path, **more: Any) -> Stage:
+    """An entry of `stage`."""
+    return Stage(name, str(source), target=str(target), **more)
+
+
+def describe(submission: Path, site: SiteLimits = UNLIMITED, **fields: Any) -> None:
+    """Write the `agent.json` of a submission: the job with these fields."""
+    write_text(submission / AGENT_FILE, NodeJob(Job("probe", **fields), site).text())
 
 
 class Node:
@@ -39,6 +49,16 @@ class Node:
         )
         self.run_directory = self.store.runs_dir / SID
         self.attempt = self.run_directory / "attempts" / "0"
+        self.describe()
+
+    @property
+    def places(self) -> tuple[str, str]:
+        """The directories that most commands are given: of the attempt and of the submission."""
+        return str(self.attempt), str(self.submission.directory)
+
+    def describe(self, site: SiteLimits = UNLIMITED, **fields: Any) -> None:
+        """Write `agent.json`: the job with these fields."""
+        describe(self.submission.directory, site, **fields)
 
     def environment(self, job_id: str, **more: str) -> dict[str, str]:
         """The variables of a job on node n1."""

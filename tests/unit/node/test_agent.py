@@ -16,14 +16,24 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.options import AgentOptions, BindOptions, MonitorOptions
+from hpml_orchestrator.node.options import AgentOptions
 from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.records.job import (
+    Binding,
+    Checkpoint,
+    Job,
+    Monitor,
+    Resources,
+    Stage,
+    Verify,
+)
+from hpml_orchestrator.records.node_job import SiteLimits
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
-from tests.unit.node.conftest import Node, stage
+from tests.unit.node.conftest import UNLIMITED, Node, stage
 
 Until = Callable[[Callable[[], object]], object]
 
@@ -41,12 +51,20 @@ def source(tmp_path: Path) -> Path:
 class Running:
     """An agent that runs."""
 
-    def __init__(self, node: Node, *words: str, **more: str) -> None:
+    def __init__(
+        self,
+        node: Node,
+        *stages: Stage,
+        site: SiteLimits = UNLIMITED,
+        own: Checkpoint | None = None,
+        **more: str,
+    ) -> None:
+        node.describe(site, stage=stages, checkpoint=own or Checkpoint())
         status, out, err = node.claim("1")
         assert status == 0, err
         self.attempt = Path(out.strip())
         self.marker = self.attempt / "nodes" / "n1.ready.json"
-        self.process = node.start("agent", str(self.attempt), *words, **more)
+        self.process = node.start("agent", *node.places, **more)
 
     def over(self) -> None:
         """Say that the job is over, as its script does."""
@@ -69,8 +87,8 @@ def start(node: Node) -> Iterator[Callable[..., Running]]:
     """Start agents, and end what is left of them."""
     started: list[Running] = []
 
-    def make(*words: str, **more: str) -> Running:
-        started.append(Running(node, *words, **more))
+    def make(*stages: Stage, **more: Any) -> Running:
+        started.append(Running(node, *stages, **more))
         return started[-1]
 
     yield make
@@ -86,9 +104,9 @@ def test_it_stages_and_cleans_up_when_the_job_is_over(
     """The data is there when the node is ready, and is removed at the end."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start(*stage("data", source, target))
+    running = start(stage("data", source, target))
     until(running.marker.exists)
-    staged = target / f"hpml-{os.getuid()}" / "test-1" / "data"
+    (staged,) = target.glob(f"hpml-{os.getuid()}/*@test-1/data")
     assert sorted(path.name for path in staged.iterdir()) == ["file 0", "file 1", "file 2"]
     marker = json.loads(running.marker.read_text())
     assert (marker["node"], marker["files"], marker["bytes"]) == ("n1", 3, 3000)
@@ -116,7 +134,7 @@ def test_no_signal_takes_the_data_of_living_ranks(
     """They are on record; one that ends processes ends the agent, too, once no rank lives."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start(*stage("data", source, target, kind="tree"))
+    running = start(stage("data", source, target, kind="tree"))
     until(running.marker.exists)
     record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
     numbers = [signal.SIGUSR1, signal.SIGUSR2]
@@ -145,7 +163,7 @@ def test_ranks_that_outlive_the_job_are_ended_before_their_data_go(
     """Slurm's SIGKILL would take the agent, too, and the data would stay in memory."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start(*stage("data", source, target, kind="tree"), HPML_LOCAL_KILL_WAIT="0.5")
+    running = start(stage("data", source, target, kind="tree"), HPML_LOCAL_KILL_WAIT="0.5")
     until(running.marker.exists)
     stubborn = ["bash", "-c", "trap '' TERM; echo; while :; do sleep 0.1; done"]
     with subprocess.Popen(stubborn, stdout=subprocess.PIPE, text=True) as rank:
@@ -172,7 +190,7 @@ def test_data_that_is_not_there_fails_the_node(
     """The failed marker names the missing source; nothing is left."""
     target = tmp_path / "target"
     target.mkdir()
-    running = start(*stage("data", tmp_path / "none", target))
+    running = start(stage("data", tmp_path / "none", target))
     assert running.end() == (1, "")  # wait-ready prints it, once for all nodes
     assert "No such file or directory" in failed(running)["message"]
     assert not running.marker.exists()
@@ -189,11 +207,12 @@ def test_told_to_end_while_it_stages(
         (source / str(number)).touch()
     target = tmp_path / "target"
     target.mkdir()
-    slowly = ("--site", '{"opens_per_second": 50}')
-    checkpoint = '{"requeue": ["preemption"]}'
-    words = (*stage("data", source, target, kind="tree"), *slowly)
-    running = start(*words, HPML_CHECKPOINT=checkpoint)
-    until(lambda: list(target.glob("*/.cache/*/.data.partial-*")))
+    running = start(
+        stage("data", source, target, kind="tree"),
+        site=SiteLimits(opens_per_second=50),
+        own=Checkpoint(enabled=True, requeue=("preemption",)),
+    )
+    until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
     request = Attempt(running.attempt).stop_request()
@@ -246,7 +265,7 @@ def test_it_looks_at_the_ranks(
     rank: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    verify: str,
+    verify: Verify,
 ) -> None:
     """A rank on one CPU of two is reported; if the job is strict the rank is ended, the job 79."""
     monkeypatch.setattr("hpml_orchestrator.node.watch.LOOKS_SECONDS", (0.1, 0.2))
@@ -261,12 +280,13 @@ def test_it_looks_at_the_ranks(
             assert rank.wait(PATIENCE_SECONDS) == -signal.SIGTERM
         rank.kill()
 
-    assert run_here(AgentOptions(node.attempt, bind=BindOptions(1, verify=verify)), during) == 0
+    asked = Job("probe", binding=Binding(verify=verify))
+    assert run_here(AgentOptions(node.attempt, asked), during) == 0
     err = capsys.readouterr().err
     assert err.startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 wrong\n")
     assert err.count("alone, not on its own") == (verify == "warn")
     code = "0" if verify == "warn" else "143"
-    _, status_of_script, told = node.call("finish", str(node.attempt), code)
+    _, status_of_script, told = node.call("finish", *node.places, code)
     assert status_of_script == ("0\n" if verify == "warn" else "79\n")
     assert told.startswith("hpml: binding: 1 of 1 ranks WRONG\n")
     assert told.count("alone, not on its own") == (verify == "strict")
@@ -282,13 +302,13 @@ def test_a_node_that_cannot_be_planned(
     node: Node,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    verify: str,
+    verify: Verify,
 ) -> None:
     """Nothing is bound, with a warning; with `verify: strict` the node fails instead."""
     monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
     node.claim("1")
-    options = AgentOptions(node.attempt, bind=BindOptions(2, verify=verify))
-    assert run_here(options) == (verify == "strict")
+    asked = Job("probe", resources=Resources(ranks_per_node=2), binding=Binding(verify=verify))
+    assert run_here(AgentOptions(node.attempt, asked)) == (verify == "strict")
     plan = node.attempt / "plan/n1.txt"
     if verify == "strict":
         marker = json.loads((node.attempt / "nodes/n1.failed.json").read_text("utf-8"))
@@ -316,8 +336,8 @@ def test_faults_of_hpmls_own_leave_the_job_alone(
         monkeypatch.setattr(f"hpml_orchestrator.node.watch.Watch.{step}", fails)
     monkeypatch.setattr("hpml_orchestrator.node.monitor.NodeMonitor.start", fails)
     node.claim("1")
-    monitor = MonitorOptions("127.0.0.1:0")
-    assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0
+    asked = Job("probe", monitor=Monitor(enabled=True))
+    assert run_here(AgentOptions(node.attempt, asked)) == 0
     assert sorted(caplog.messages) == [
         "n1: binding verification stopped: ZeroDivisionError: no CPUs",
         "n1: the job is not monitored: ZeroDivisionError: no CPUs",

@@ -58,6 +58,16 @@ def test_a_task_becomes_a_rank(node: Node) -> None:
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in seen["env"]
 
 
+@pytest.mark.parametrize(("here", "path"), [("n1", "/own/d"), ("n2", "/data/d")])
+def test_a_node_that_has_data_elsewhere(node: Node, here: str, path: str) -> None:
+    """Its ranks find them at its own path, in arguments and variables."""
+    attempt = claimed(node)
+    given = {"HPML_STAGE_D": "/data/d", "D": "/data/d/x", "HPML_STAGE_ELSEWHERE": ""}
+    given["HPML_STAGE_ELSEWHERE"] = json.dumps({here: {"/data/d": "/own/d"}})
+    process = node.start("bind", attempt, "--", "sh", "-c", 'echo "$0 $D"', "--d=/data/d", **given)
+    assert process.communicate(timeout=PATIENCE_SECONDS)[0] == f"--d={path} {path}/x\n"
+
+
 def test_where_it_ran_is_written_down(node: Node) -> None:
     """One line per rank: place, process, what it inherited, got, and passes on to a child."""
     attempt = claimed(node, *one_each(1), RankPlan(1, cpus=(MINE[0],), nic="mlx5_3", threads=7))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpml_orchestrator.node.continuation import Decision, continuation_arguments, decide
-from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.job import Checkpoint
 from hpml_orchestrator.records.run import Attempt
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.conftest import CODE, ROOT
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tests.unit.node.conftest import Node
 
-ALL = ("time_limit", "preemption", "node_failure", "hang")
 LIMIT = {"asked": "time_limit"}
 SAVED = {"channel": True, "stopping": True}
 
@@ -84,9 +83,10 @@ SAVED = {"channel": True, "stopping": True}
 def test_whether_a_run_goes_on(known: dict[str, Any], goes_on: bool, why: str, stays: str) -> None:
     """It continues after the ends that the job file names, while it gets any further."""
     given = {"state": "COMPLETED", "exit_code": 0, "progress": [True], **known}
-    options = CheckpointOptions(requeue=given.pop("requeue", ALL), signal=given.pop("signal", None))
-    assert decide(options, **given) == Decision(goes_on, why, stays)
-    assert decide(None, **given) == Decision()
+    asked = {name: given.pop(name) for name in ("requeue", "signal") if name in given}
+    own = Checkpoint(enabled=True, **asked)
+    assert decide(own, **given) == Decision(goes_on, why, stays)
+    assert decide(replace(own, enabled=False), **given) == Decision()
 
 
 def test_the_call_of_a_continuation() -> None:
@@ -106,6 +106,7 @@ class Site:
         self.submission = node.submission
         (where / "bin").mkdir()
         self.says("scontrol show", "")
+        node.describe(checkpoint=Checkpoint(enabled=True, signal="USR1"))
         node.claim("17")
         self.submission.record_job("17", how="sbatch", now=1.0)
         write_text(self.submission.directory / "arguments", "sbatch\0--parsable\0job.sh\0")
@@ -125,12 +126,11 @@ class Site:
         to = 1 if status == 0 else 2
         (self.where / command).write_text(f"echo '{text}' >&{to}; exit {status}\n")
 
-    def call(self, command: str, *words: str, **more: str) -> tuple[str, str]:
+    def call(self, command: str, *words: str, saved: str = "", **more: str) -> tuple[str, str]:
         """Run a command of the node; return what it prints."""
-        options = {"requeue": ALL, "can_requeue": True, "signal": "USR1"}
-        environment = self.node.environment("17", HPML_CHECKPOINT=json.dumps(options), **more)
+        environment = self.node.environment("17", HPML_CHECKPOINT_DIR=saved, **more)
         environment["PATH"] = f"{self.where / 'bin'}:{os.environ['PATH']}"
-        python = [sys.executable, "-I", "-S", "-c", CODE, ROOT, command, str(self.node.attempt)]
+        python = [sys.executable, "-I", "-S", "-c", CODE, ROOT, command, *self.node.places]
         done = subprocess.run(
             # The script's shell, whose own variables a continuation begins with.
             ["bash", "-c", 'out=$("$@") && echo "$out"', "bash", *python, *words],
@@ -208,7 +208,7 @@ def test_the_next_job(
         assert site.calls[1] == "sbatch --parsable --dependency=afterany:17 job.sh"
         environment = (site.where / "environment").read_text()
         assert "SLURM_JOB_ID" not in environment
-        assert "HPML_CHECKPOINT" not in environment
+        assert "HPML_CHECKPOINT_DIR" not in environment
         assert "PATH=" in environment
     else:
         assert site.calls == ["scontrol requeue 17"]
@@ -289,14 +289,14 @@ def test_nothing_was_saved_where_checkpoints_belong(site: Site, attempt: int) ->
     saved = site.where / "saved"
     saved.mkdir()
     remedy = "have it save to {checkpoint.dir}, or set checkpoint.directory to where it saves"
-    said = site.call("finish", "0", HPML_CHECKPOINT_DIR=str(saved))[1]
+    said = site.call("finish", "0", saved=str(saved))[1]
     reason = (Attempt(site.node.attempt).ended or {})["reason"]
     assert reason.startswith(f"time limit, nothing was saved below {saved}")
     assert reason.endswith(remedy) == bool(attempt)
     assert remedy in said
     (saved / "step-1").touch()
     os.utime(saved / "step-1", (1, 1))  # by an earlier attempt
-    said = site.call("finish", "0", HPML_CHECKPOINT_DIR=str(saved))[1]
+    said = site.call("finish", "0", saved=str(saved))[1]
     assert remedy not in said
 
 

@@ -264,7 +264,7 @@ def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None
     """A requeued job appends to the same file, which has the messages of the first start."""
     output = tmp_path / "output.log"
     output.write_text(JOB.format(" DUE TO PREEMPTION"))
-    claim, finish = ["claim", str(node.submission.directory)], ["finish", str(node.attempt), "9"]
+    claim, finish = ["claim", str(node.submission.directory)], ["finish", *node.places, "9"]
     with output.open("ab") as stream:
         for words in (claim, finish):
             subprocess.run(
@@ -290,7 +290,7 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
     node.claim("17")
     (node.attempt / "chain").mkdir()
     (node.attempt / "chain" / "data.secret").write_text("of an agent that was killed")
-    assert node.call("finish", str(node.attempt), code, reason) == (0, f"{code}\n", "")
+    assert node.call("finish", *node.places, code, reason) == (0, f"{code}\n", "")
     assert not (node.attempt / "chain").exists()
     (attempt,) = node.store.run(node.run_directory.name).attempts()
     assert attempt.ended is not None
@@ -314,7 +314,7 @@ def test_a_crash_after_the_result(node: Node, how: str) -> None:
     if how == "channel":
         log = node.attempt / "events" / "n1.jsonl"
         events.append(log, "evaluation", node="n1", rank=0, final=True, accuracy=0.9)
-    assert node.call("finish", str(node.attempt), "134", "rank 0 ended by SIGABRT")[0] == 0
+    assert node.call("finish", *node.places, "134", "rank 0 ended by SIGABRT")[0] == 0
     (attempt,) = node.store.run(node.run_directory.name).attempts()
     assert attempt.ended is not None
     told = attempt.ended["reason"].removeprefix("rank 0 ended by SIGABRT")

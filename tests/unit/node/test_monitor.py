@@ -21,11 +21,11 @@ from hpml_orchestrator.node.monitor import (
     allocated_gpus,
     target_address,
 )
-from hpml_orchestrator.node.options import MonitorOptions
 from hpml_orchestrator.node.planning import NodePlan
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records import targets
+from hpml_orchestrator.records.job import Monitor
 from hpml_orchestrator.topology.model import Topology
 from tests.unit.placement.machines import dgx_a100
 
@@ -63,7 +63,7 @@ if behaviour == "twice" and count <= 2:
 while True:
     time.sleep(60)
 """
-LOCAL = MonitorOptions("127.0.0.1:0")
+LOCAL = Monitor(enabled=True)
 QUICK = Timing(first_pause=0.1, longest_pause=0.2, until_address=600.0, restarts=3, look=0.05)
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
@@ -77,7 +77,7 @@ ENVIRONMENT = {
 class Watched:
     """A monitor with a fake exporter, and the files that both wrote."""
 
-    def __init__(self, root: Path, behaviour: str, timing: Timing, options: MonitorOptions) -> None:
+    def __init__(self, root: Path, behaviour: str, timing: Timing, options: Monitor) -> None:
         self.attempt = root / "records" / "runs" / "r-1" / "attempts" / "0"
         (self.attempt / "nodes").mkdir(parents=True, exist_ok=True)
         script = root / "fake.py"
@@ -125,7 +125,7 @@ def watch(tmp_path: Path, until: Until) -> Iterator[Watch]:
     """Make monitors, and stop them at the end."""
     made: list[Watched] = []
 
-    def make(behaviour: str, timing: Timing = QUICK, options: MonitorOptions = LOCAL) -> Watched:
+    def make(behaviour: str, timing: Timing = QUICK, options: Monitor = LOCAL) -> Watched:
         made.append(Watched(tmp_path, behaviour, timing, options))
         return made[-1]
 
@@ -148,7 +148,7 @@ def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until, tmp_path: P
     """Options, low priority, a target while it lives and none behind it; with TLS by HTTPS."""
     web = tmp_path / "w.yml"
     web.write_text("tls_server_config:\n  cert_file: a\n")
-    watched = watch("good", options=MonitorOptions("127.0.0.1:0", interval=3, web_config=str(web)))
+    watched = watch("good", options=Monitor(enabled=True, interval=3, web_config=str(web)))
     watched.monitor.start(None)
     until(watched.found)
     assert watched.found() == ["127.0.0.1:40001"]

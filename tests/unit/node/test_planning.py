@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import (
+    BindOptions,
     NodePlan,
     NodeRoots,
     is_bound,

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node import stages
-from hpml_orchestrator.node.options import parse_options
+from hpml_orchestrator.node.options import AgentOptions
 from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
 from hpml_orchestrator.records import events
+from hpml_orchestrator.records.array import parse_array
+from hpml_orchestrator.records.job import Job, Stage
+from hpml_orchestrator.records.node_job import SiteLimits
 from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.rate_limit import array_delay
 from hpml_orchestrator.staging.request import StageResult
@@ -66,15 +69,18 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return source, target
 
 
-def staging(tmp_path: Path, *argv: str, ends: bool = False, **environment: str) -> NodeStaging:
-    options = parse_options([str(tmp_path / "attempt"), *argv])
+def staging(
+    tmp_path: Path, *stages: Stage, ends: bool = False, jitter: int = 0, **environment: str
+) -> NodeStaging:
+    job = Job("probe", stage=stages, array=parse_array("0-1") if jitter else None)
+    options = AgentOptions(tmp_path / "attempt", job, SiteLimits(array_jitter=jitter))
     environment["HPML_JOB_KEY"] = "test-1"
     return NodeStaging(options, "n1", tmp_path / "n1.jsonl", lambda: ends, environment)
 
 
 def test_the_figures_of_an_entry(tmp_path: Path, places: tuple[Path, Path]) -> None:
     """Path, size, time, rate and method of each."""
-    entries = (*stage("a", *places, kind="tree"), *stage("b", *places, kind="tree"))
+    entries = (stage("a", *places, kind="tree"), stage("b", *places, kind="tree"))
     node = staging(tmp_path, *entries)
     first, second = node.stage_all()
     assert (first["name"], first["bytes"], first["files"]) == ("a", 4, 4)
@@ -91,10 +97,12 @@ def test_a_requeued_job_does_not_take_what_a_killed_attempt_left(
 ) -> None:
     """The source may have changed."""
     entry = stage("d", *places, kind="tree")
-    reused = [staging(tmp_path, *entry).stage_all()[0]["reused"] for _ in range(2)]
-    assert reused == [False, True]
+    attempts = [staging(tmp_path, entry) for _ in range(2)]
+    assert [one.stage_all()[0]["reused"] for one in attempts] == [False, True]
+    for one in attempts:
+        one.stager.leave()  # as the kernel does for one that is killed
     (places[0] / "b").write_text("other")
-    (figures,) = staging(tmp_path, *entry).stage_all()
+    (figures,) = staging(tmp_path, entry).stage_all()
     assert (Path(figures["path"]) / "b").read_text() == "other"
     assert (figures["files"], figures["reused"]) == (4, False)
 
@@ -103,7 +111,7 @@ def test_how_long_nodes_wait_for_one_another(
     tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some minutes before the first entry, as long as the job before a later one."""
-    entries = (*stage("a", *places), *stage("b", *places))
+    entries = (stage("a", *places), stage("b", *places))
     node = staging(tmp_path, *entries, SLURM_NODEID="1", SLURM_NNODES="2")
     waits: list[float] = []
     result = StageResult("a", "/", 1, 1, 1.0, "chain", True)
@@ -119,14 +127,13 @@ def test_tasks_of_an_array_wait_each_its_own_time(
     tmp_path: Path, places: tuple[Path, Path]
 ) -> None:
     """For a time that depends on its index, unless it must end; a single job does not wait."""
-    jitter = ("--site", '{"array_jitter": 60, "array_tasks": 2}')
     entry = stage("a", *places)
     array: dict[str, Any] = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77"}
     began = time.monotonic()
-    (figures,) = staging(tmp_path, *jitter, *entry, **array).stage_all()
+    (figures,) = staging(tmp_path, entry, jitter=60, **array).stage_all()
     assert time.monotonic() - began >= array_delay(60, 2, 1, "77") > 0.01
     assert figures["waited_seconds"] == round(array_delay(60, 2, 1, "77"), 3)
-    assert "waited_seconds" not in staging(tmp_path, *jitter, *entry).stage_all()[0]
-    assert staging(tmp_path, *jitter, **array).stage_all() == []
+    assert "waited_seconds" not in staging(tmp_path, entry, jitter=60).stage_all()[0]
+    assert staging(tmp_path, jitter=60, **array).stage_all() == []
     with pytest.raises(StagingStopped):
-        staging(tmp_path, *jitter, *entry, ends=True, **array).stage_all()
+        staging(tmp_path, entry, jitter=60, ends=True, **array).stage_all()

@@ -26,6 +26,7 @@ from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.run import Attempt, Run
 from hpml_orchestrator.testing.clock import FakeClock
 from tests.patience import PATIENCE_SECONDS
+from tests.unit.node.conftest import describe
 
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
@@ -164,6 +165,7 @@ def test_an_array_task_claims_its_own_run(node: Node) -> None:
     """
     sid = "many-20240101-000000-abcdef"
     many = node.store.prepare(sid, script="", shared={}, submit={}, runs={0: {}, 7: {}})
+    describe(many.directory)
     words = ("claim", str(many.directory))
     run = Run(node.store.runs_dir / f"{sid}.7")
     output = many.directory / "output" / "7.log"
@@ -181,6 +183,7 @@ def test_an_array_task_claims_its_own_run(node: Node) -> None:
 
 def test_by_hand_there_is_no_table(node: Node, tmp_path: Path) -> None:
     """A script given to sbatch by hand keeps its records below its own directory, by job."""
+    describe(tmp_path)
     task = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "8"}
     for job_id, more, run in (("5", {}, "5"), ("6", {}, "6"), ("9", task, "8_7")):
         out = node.call("claim", str(tmp_path), job_id=job_id, **more)[1]
@@ -214,6 +217,22 @@ def test_all_nodes_are_ready(attempt: Path, capsys: pytest.CaptureFixture[str]) 
     assert err == "hpml: 2 nodes ready, staged 5 files, 30 bytes, slowest 1.25 s\n"
     mark(attempt, "n3", "ready")
     assert wait(attempt, 1, os.getpid()) == 0
+
+
+def test_the_script_learns_where_the_data_are(
+    attempt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the nodes have them; a node that has them elsewhere is named for hpml-bind."""
+    both = [{"name": "a", "path": "/x/it's"}, {"name": "b", "path": "/x/b"}]
+    for node in ("n1", "n2"):
+        mark(attempt, node, "ready", stages=both)
+    assert wait(attempt, 2, os.getpid()) == 0
+    same = "export HPML_STAGE_A='/x/it'\"'\"'s'\nexport HPML_STAGE_B=/x/b\n"
+    assert capsys.readouterr().out == same
+    mark(attempt, "n2", "ready", stages=[both[0], {"name": "b", "path": "/x/b@1"}])
+    assert wait(attempt, 2, os.getpid()) == 0
+    other = 'export HPML_STAGE_ELSEWHERE=\'{"n2": {"/x/b": "/x/b@1"}}\'\n'
+    assert capsys.readouterr().out == same + other
 
 
 def test_it_waits_ever_more_rarely_and_says_so(

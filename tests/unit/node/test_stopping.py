@@ -17,20 +17,19 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.continuation import Decision, decide
-from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import AllocationState
-from hpml_orchestrator.node.options import AgentOptions, BindOptions
+from hpml_orchestrator.node.options import AgentOptions
 from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.node.processes import StartedRank
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import Seen
 from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.records.job import Checkpoint, Job, Resources
 from hpml_orchestrator.records.progress import end_margin, lead_seconds
 from hpml_orchestrator.records.run import PRUNED, Attempt
 from tests.patience import PATIENCE_SECONDS, eventually
@@ -38,6 +37,7 @@ from tests.unit.node.conftest import Node
 from tests.unit.node.test_agent import run_here
 
 NOW = 1_700_000_000.0
+SAVES = Checkpoint(enabled=True)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,6 @@ def test_end_margin(lead: float, margin: float) -> None:
     assert end_margin(lead) == margin
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"leads": 3}', "7"])
-def test_a_damaged_variable_is_an_error(text: str) -> None:
-    """It names the variable; without the variable, ranks are not stopped."""
-    with pytest.raises(InputError) as caught:
-        CheckpointOptions.from_environment({"HPML_CHECKPOINT": text})
-    assert caught.value.field == "HPML_CHECKPOINT"
-    assert CheckpointOptions.from_environment({}) is None
-
-
 class Rig:
     """A stop path with a real channel and records; the clock, Slurm and kill are fakes."""
 
@@ -94,7 +85,7 @@ class Rig:
         self.states: list[AllocationState] = []
         self.killed: list[tuple[float, int, list[int]]] = []
         self.path = StopPath(
-            CheckpointOptions(**options),
+            Job("r", resources=Resources(time=1000), checkpoint=Checkpoint(True, **options)),
             self.attempt,
             "n1",
             self.channel,
@@ -219,7 +210,7 @@ def test_the_other_nodes_ask_for_the_end_of_the_job(tmp_path: Path, sleeper: Sta
 
 def test_ranks_that_do_not_hear_a_request_are_ended(tmp_path: Path, sleeper: StartedRank) -> None:
     """After `hpml requeue` they get as long as before a time limit."""
-    rig = Rig(tmp_path, lead=40.0)
+    rig = Rig(tmp_path, lead=40)
     with rig.channel:
         Attempt(rig.attempt).request_stop("requested", by="login1", now=NOW)
         rig.until(39, [sleeper])
@@ -319,15 +310,16 @@ HANDLES = (
 class Running:
     """A real agent on node n1 whose job saves checkpoints, and ranks under a real hpml-bind."""
 
-    def __init__(self, node: Node, root: Path, **more: str) -> None:
+    def __init__(self, node: Node, root: Path, own: Checkpoint, **more: str) -> None:
+        node.describe(checkpoint=own)
         status, out, err = node.claim("1")
         assert status == 0, err
         self.node = node
         self.attempt = Path(out.strip())
         self.state = root / "0.json"
-        variables = {"HPML_CHECKPOINT": "{}", "HPML_LOCAL_KILL_WAIT": "5", **more}
+        variables = {"HPML_LOCAL_KILL_WAIT": "5", **more}
         variables["HPML_LOCAL_STEPS"] = f"{root}/steps-0"
-        self.process = node.start("agent", str(self.attempt), **variables)
+        self.process = node.start("agent", *node.places, **variables)
         self.ranks: list[subprocess.Popen[str]] = []
         eventually((self.attempt / "nodes" / "n1.ready.json").exists)
 
@@ -358,8 +350,8 @@ def start(node: Node, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Start agents, and end what is left of them and their ranks."""
     started: list[Running] = []
 
-    def make(**more: str) -> Running:
-        started.append(Running(node, tmp_path, **more))
+    def make(own: Checkpoint = SAVES, **more: str) -> Running:
+        started.append(Running(node, tmp_path, own, **more))
         return started[-1]
 
     yield make
@@ -386,7 +378,7 @@ def test_ranks_hear_a_request_through_the_channel(start: Callable[..., Running])
 
 def test_a_search_stops_a_trial_that_saves_no_checkpoints(start: Callable[..., Running]) -> None:
     """The request reaches ranks that run and those that start later, as with checkpoints."""
-    running = start(HPML_CHECKPOINT="")
+    running = start(Checkpoint())
     first = running.start_rank(WAITS_FOR_THE_REQUEST)
     Attempt(running.attempt).request_stop(PRUNED, by="search", now=1.0)
     assert "'pruned'" in first.communicate(timeout=PATIENCE_SECONDS)[0]
@@ -398,9 +390,8 @@ def test_a_search_stops_a_trial_that_saves_no_checkpoints(start: Callable[..., R
 @pytest.mark.parametrize("stopping", [True, False])
 def test_no_trial_continues_that_a_search_gave_up(stopping: bool) -> None:
     """It ends as it ends: with status 0 it is complete, and the search calls it pruned."""
-    options = CheckpointOptions.from_environment({"HPML_CHECKPOINT": "{}"})
     known: dict[str, Any] = {"state": "COMPLETED", "exit_code": 0, "channel": True}
-    assert decide(options, asked=PRUNED, stopping=stopping, **known, progress=[True]) == Decision()
+    assert decide(SAVES, asked=PRUNED, stopping=stopping, **known, progress=[True]) == Decision()
 
 
 @pytest.mark.parametrize(
@@ -434,7 +425,7 @@ def test_ranks_survive_a_sigterm_until_they_have_saved(
 def test_ranks_are_ended_before_the_time_limit(start: Callable[..., Running]) -> None:
     """The script then requeues the job while it still runs."""
     end = str(int(time.time()) + 8)
-    running = start(HPML_CHECKPOINT='{"lead": 7.5}', SLURM_JOB_END_TIME=end)
+    running = start(replace(SAVES, lead=7), SLURM_JOB_END_TIME=end)
     running.state.write_text('{"state": "RUNNING", "reason": ""}')
     rank = running.start_rank(OUTLIVES)
     assert rank.wait(PATIENCE_SECONDS) == -signal.SIGKILL
@@ -445,7 +436,7 @@ def test_ranks_are_ended_before_the_time_limit(start: Callable[..., Running]) ->
 
 def test_a_program_without_the_channel_gets_its_signal_once(start: Callable[..., Running]) -> None:
     """Its first process that handles it: a shell around it does not, and survives."""
-    running = start(HPML_CHECKPOINT='{"signal": "USR1"}')
+    running = start(replace(SAVES, signal="USR1"))
     program = f"import subprocess; subprocess.run([sys.executable, '-c', {PREAMBLE + HANDLES!r}])"
     rank = running.start_rank(program.replace("{0}", "USR1") + "; print(2)")
     Attempt(running.attempt).request_stop("requested", by="a user", now=1.0)
@@ -481,8 +472,8 @@ stuck_in_a_collective()
             ranks.append(node.start(*words, SLURM_STEP_NUM_TASKS="2", **local))
         assert [rank.wait(PATIENCE_SECONDS) for rank in ranks] == [-signal.SIGKILL] * 2
 
-    options = AgentOptions(node.attempt, BindOptions(2), checkpoint=CheckpointOptions(hang=0.5))
-    assert run_here(options, during) == 0
+    asked = Job("r", resources=Resources(ranks_per_node=2), checkpoint=replace(SAVES, hang=1))
+    assert run_here(AgentOptions(node.attempt, asked), during) == 0
     text = (node.attempt / "stacks" / "n1.txt").read_text("utf-8")
     assert "in stuck_in_a_collective" in text
     assert f"rank 1, process {ranks[1].pid}\nno stacks: " in text
@@ -538,14 +529,14 @@ def test_the_flight_recorder_is_triggered(tmp_path: Path) -> None:
 def test_ranks_are_told_what_the_job_needs(
     node: Node,
     monkeypatch: pytest.MonkeyPatch,
-    hang: float | None,
+    hang: int | None,
     gpu: str | None,
     head: dict[str, str],
 ) -> None:
     """NCCL's flight recorder is for GPUs and a watch for hangs; its pipes do not stay."""
     node.claim("1")
     made = planning.unbound(
-        BindOptions(1), {}, node="n1", allowed=os.sched_getaffinity(0), why="a test"
+        planning.BindOptions(1), {}, node="n1", allowed=os.sched_getaffinity(0), why="a test"
     )
     rank = replace(made.plan.ranks[0], gpu=gpu)
     made = replace(made, plan=replace(made.plan, ranks=(rank,)))
@@ -558,8 +549,9 @@ def test_ranks_are_told_what_the_job_needs(
             assert node.call(*words, SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")[0] == 0
             assert pipe.is_fifo()
 
-    checkpoint = None if hang is None else CheckpointOptions(hang=hang)
-    assert run_here(AgentOptions(node.attempt, checkpoint=checkpoint), during) == 0
+    checkpoint = Checkpoint() if hang is None else replace(SAVES, hang=hang)
+    asked = Job("r", checkpoint=checkpoint)
+    assert run_here(AgentOptions(node.attempt, asked), during) == 0
     text = (node.attempt / "plan" / "n1.txt").read_text("utf-8")
     told = {n: v for n, v in planfile.header(text).items() if n in ("sigterm", "recorder")}
     assert told == {n: v.format(attempt=node.attempt) for n, v in head.items()}

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node import meeting
-from hpml_orchestrator.node.options import BindOptions
-from hpml_orchestrator.node.planning import NodePlan, plan_node
+from hpml_orchestrator.node.planning import BindOptions, NodePlan, plan_node
 from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedRank
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json

@@ -16,13 +16,13 @@ from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.schema import WaitedRun
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.testing.clock import FakeClock
 from hpml_orchestrator.testing.scheduler import FakeScheduler
 from tests.unit.runs.repositories import Repository, init
@@ -51,12 +51,11 @@ class World:
         """Prepare a submission of a small job."""
         path = self.root / f"{name}.yaml"
         path.write_text(json.dumps({"name": name, "command": ["true"], **fields}))
-        rendered = render_job(load_job(path), Capabilities("/usr/bin/python3"))
+        rendered = render_job(load_job(path, backend=backend), Capabilities("/usr/bin/python3"))
         environment = {"PATH": "/bin", "USER": "me", "SLURM_JOB_ID": "9", "TOKEN": "x"}
         return prepare(
             self.store,
             rendered,
-            backend=backend,
             cluster=self.scheduler.cluster() if backend == "slurm" else "",
             argv=["hpml", "submit"],
             environment=environment,

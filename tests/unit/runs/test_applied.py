@@ -14,7 +14,6 @@ from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.applied import record_applied, with_results
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of
-from hpml_orchestrator.spec.job import Job
 from tests.faultmatrix.conductor import restore
 
 WORKERS = Change("start 2 loader workers", "args.0", "--workers=2")
@@ -31,7 +30,7 @@ def apply_workers(store: Store, before: Diagnosis) -> None:
     """What `report --apply` does, if the change is more workers."""
     found = replace(before.findings[0], changes=[WORKERS])
     chosen = choose_changes(replace(before, findings=(found,)))
-    job = Job.model_validate(changed_job(before.facts.job, chosen.fields))
+    job = changed_job(before.facts.job, chosen.fields)
     record_applied(store, before.facts.run, chosen, job)
 
 
@@ -46,7 +45,9 @@ def later(before: Diagnosis, field: str, value: str, seconds: float) -> Diagnosi
     (found,) = before.findings
     found = replace(found, changes=[MORE, *found.changes])
     return replace(
-        before, facts=replace(facts, run="later", job=job, ranks=ranks), findings=(found,)
+        before,
+        facts=replace(facts, run="later", job=job, ranks=ranks),
+        findings=(found,),
     )
 
 

@@ -10,7 +10,7 @@ from hpml_orchestrator.check.changes import with_limits
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
 
 if TYPE_CHECKING:
     from tests.unit.runs.conftest import World

@@ -11,16 +11,16 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prune import prune
 from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
     claim_checkpoints,
-    fields_to_resubmit,
+    job_to_resubmit,
     refuse_to_resubmit,
 )
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.testing.clock import FakeClock
 from hpml_orchestrator.testing.scheduler import FakeScheduler
 
@@ -78,10 +78,10 @@ def test_the_checkpoints_of_the_old_run(
     run = str(world.store.runs_dir / name)
     wanted = directory.replace("{run}", run).replace("{id}", name)
     assert checkpoint_directory(submission) == wanted
-    fields = fields_to_resubmit(state)
+    job = job_to_resubmit(state)
     if wanted:
-        assert fields["checkpoint"]["directory"] == wanted
-    (world.root / "again.yaml").write_text(json.dumps(fields))
+        assert job.checkpoint.directory == wanted
+    (world.root / "again.yaml").write_text(json.dumps(job.to_json()))
     again = load_job(world.root / "again.yaml").job
     assert again.checkpoint.directory == (wanted or "checkpoints")
     assert again.checkpoint.enabled == bool(wanted)
@@ -94,13 +94,13 @@ def test_a_job_that_has_started_waits_for_nobody_again(world: World) -> None:
     record = json.loads(path.read_text())
     record["job"]["after"] = ["ok:gone"]
     write_json(path, record)
-    assert fields_to_resubmit(world.state(submission))["after"] == []
+    assert job_to_resubmit(world.state(submission)).after == ()
     cancelled = world.submit("never")
     world.scheduler.move(str((cancelled.job() or {})["job_id"]), JobState.CANCELLED)
     record = json.loads((cancelled.directory / "submit.json").read_text())
     record["job"]["after"] = ["any:gone"]
     write_json(cancelled.directory / "submit.json", record)
-    assert fields_to_resubmit(world.state(cancelled))["after"] == ["any:gone"]
+    assert job_to_resubmit(world.state(cancelled)).after == ("any:gone",)
 
 
 @pytest.mark.parametrize("saves", [True, False])

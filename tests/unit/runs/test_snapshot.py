@@ -12,12 +12,12 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs import snapshot as module
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import render_job, write_rendered
 from hpml_orchestrator.runs.reporting.summary import Summary
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
 from hpml_orchestrator.runs.snapshot import Snapshot
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.spec.load import load_job
 from tests.unit.runs.repositories import Repository, contents, digest, init
 
 if TYPE_CHECKING:
@@ -304,7 +304,8 @@ def test_rendering_into_a_directory_brings_the_code(
     rendered = render_job(load_job(path))
     script = write_rendered(rendered, str(tmp_path / "out"))
     assert contents(tmp_path / "out" / "code") == contents(repository.top)
-    assert sorted(os.listdir(script.parent)) == ["code", "hpml-job.sh", "hpml-node.pyz", "job.sh"]
+    files = ["agent.json", "code", "hpml-job.sh", "hpml-node.pyz", "job.sh"]
+    assert sorted(os.listdir(script.parent)) == files
     with pytest.raises(InputError, match="--output: already holds a directory code"):
         write_rendered(rendered, str(tmp_path / "out"), force=True)
     with pytest.raises(InputError, match="--output: is inside the repository"):

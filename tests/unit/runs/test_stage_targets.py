@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.shards import PackRequest, pack
+from hpml_orchestrator.records.job import Job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.runs.stage_targets import NodeRoom, resolve_stage_targets, room_of_site
 from hpml_orchestrator.script.template import directive
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import ResolvedJob, load_job
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
+from hpml_orchestrator.staging.pack import PackRequest, pack
 
 GIB = 1024
 
@@ -106,7 +106,7 @@ def test_the_least_node_of_the_partition_counts() -> None:
 
     def room(partition: str | None) -> NodeRoom:
         resources = {"partition": partition} if partition else {}
-        job = Job.model_validate({"name": "a", "command": ["x"], "resources": resources})
+        job = Job.from_json({"name": "a", "command": ["x"], "resources": resources})
         return room_of_site(job, site)
 
     assert room(None) == NodeRoom(64 * GIB, 1024 * GIB)

@@ -117,7 +117,7 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
 
 TIME = ": 00:10:00 requested; raise it with --set resources.time=…"
 RAISE = "raise it with `hpml resubmit RUN --set resources.memory=…`"
-MEMORY = f": 4096M per node requested; {RAISE}"
+MEMORY = f": 4G per node requested; {RAISE}"
 NO_MEMORY = f": the job requested no amount; {RAISE}"
 
 

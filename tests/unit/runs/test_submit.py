@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import SubmitRequest
@@ -33,6 +34,7 @@ def test_a_prepared_submission_says_everything(world: World) -> None:
     assert submission.script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=probe\n")
     for name, content in archive.node_files().items():
         assert (submission.directory / name).read_bytes() == content
+    assert NodeJob.read(submission.directory).job.to_json() == record["job"]
     assert world.scheduler.jobs == {}
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from hpml_orchestrator.diagnosis.apply import Chosen, choose_changes
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
+from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.apply import ChangedFile, changed_file, write_changed
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import prepare, render_job
-from hpml_orchestrator.runs.tuned import Tuned, tune, write_tuned
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job, parse_setting
 
 
 class Desk:
@@ -30,21 +31,20 @@ class Desk:
         path = self.root / name
         path.write_text(text.replace("{data}", str(self.data)))
         points = record.pop("placeholders", ())
-        job = load_job(path, [*map(parse_setting, settings)], points=points)
+        job = load_job(path, [*map(parse_setting, settings)], points=points, backend="local")
         return prepare(
             self.store,
-            render_job(job, Capabilities("/usr/bin/python3"), here=True),
-            backend="local",
+            render_job(job, Capabilities("/usr/bin/python3")),
             cluster="",
             argv=["hpml", "run"],
             environment={"PATH": "/bin"},
             record=record,
         )
 
-    def tuned(self, run: Submission, *changes: Change, to: str = "tuned.yaml") -> Tuned:
+    def tuned(self, run: Submission, *changes: Change, to: str = "tuned.yaml") -> ChangedFile:
         """The new job file, written, with the changes that were chosen."""
-        made = tune(run, chosen(run, *changes), self.root / to)
-        write_tuned(made)
+        made = changed_file(run, chosen(run, *changes), self.root / to)
+        write_changed(made)
         return made
 
 
@@ -53,5 +53,5 @@ def chosen(run: Submission, *changes: Change) -> Chosen:
     findings = [
         Finding("slow", "warning", f"fault {n}", changes=[c]) for n, c in enumerate(changes)
     ]
-    facts = Facts(run.label, "COMPLETED", over=True, job=run.record()["job"])
+    facts = Facts(run.label, "COMPLETED", over=True, job=run.requested_job())
     return choose_changes(Diagnosis(facts, findings))

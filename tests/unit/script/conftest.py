@@ -7,14 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.scheduler import local
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.spec.load import ResolvedJob, load_job
+from hpml_orchestrator.script.render import Capabilities, render, render_agent
 from tests.unit.script.support import CANARY
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.job import Job
 
 RECORDER = """\
 import json, os, sys
@@ -53,18 +57,30 @@ class Sandbox:
         path.write_text("{}\n")
         return load_job(path, list(data.items()))
 
-    def run(self, script: str) -> dict[str, Any]:
-        """Run a script as a job would run and return what its program saw."""
-        done = self.start(script)
+    def run(self, job: Job) -> dict[str, Any]:
+        """Run the script of a job as a scheduler would and return what its program saw."""
+        done = self.start(job)
         assert done.returncode == 0, done.stderr.decode(errors="replace")
         seen: dict[str, Any] = json.loads((self.root / "record.json").read_text())
         return seen
 
-    def start(self, script: str) -> subprocess.CompletedProcess[bytes]:
-        """Run a script as a job would run, however it ends."""
+    def start(
+        self, job: Job, *, without: str = "", agent: str = ""
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run the script of a job as a scheduler would, however it ends.
+
+        Args:
+            job: the job.
+            without: a file that is missing.
+            agent: other content for `agent.json`.
+        """
         self.count += 1
         text = self.submission / "job.sh"
-        text.write_text(script, encoding="utf-8")
+        text.write_text(render(job, Capabilities()), encoding="utf-8")
+        content = agent or render_agent(job)
+        (self.submission / "agent.json").write_text(content, encoding="utf-8")
+        if without:
+            (self.submission / without).unlink()
         record = self.root / "record.json"
         record.unlink(missing_ok=True)
         done = subprocess.run(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from hpml_orchestrator.jobfile.validate import job_adapter
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.job import Job
 
 CANARY = "canary-of-hpml"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")
@@ -19,7 +20,8 @@ PYXIS = {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.05-py3", "mounts
 def job(**fields: Any) -> Job:
     """A job that is complete but for these fields."""
     program = {} if {"script", "module", "command"} & set(fields) else {"script": "/w/train.py"}
-    return Job.model_validate({"name": "probe", "workdir": "/w d", **program, **fields})
+    fields = {"name": "probe", "workdir": "/w d", **program, **fields}
+    return job_adapter().validate_python(fields)
 
 
 def words(code: str) -> list[str]:

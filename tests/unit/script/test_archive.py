@@ -17,6 +17,8 @@ import pytest
 import vermin
 
 from hpml_orchestrator.placement.model import RankPlan
+from hpml_orchestrator.records.job import Job
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.script import archive
 from tests.unit.node.plans import MINE, put_plan, records
 
@@ -97,6 +99,7 @@ def test_a_rank_starts_the_short_way(python: Path, pyz: Path, tmp_path: Path) ->
 @PYTHONS
 def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
     """Claim, rank, finish, and every import."""
+    (tmp_path / "agent.json").write_text(NodeJob(Job("probe")).text())
     claimed = run(python, pyz, "claim", tmp_path)
     assert claimed.returncode == 0, claimed.stderr
     attempt = claimed.stdout.strip()
@@ -104,7 +107,7 @@ def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
     bound = run(python, pyz, "bind", attempt, "--", "echo", "hi")
     assert (bound.returncode, bound.stdout) == (0, "hi\n"), bound.stderr
     assert run(python, pyz, "rendezvous", attempt).stdout.startswith("127.0.0.1 ")
-    assert run(python, pyz, "finish", attempt, "0", "").returncode == 0
+    assert run(python, pyz, "finish", attempt, tmp_path, "0").returncode == 0
     assert json.loads(Path(attempt, "ended.json").read_text())["exit_code"] == 0
     done = run(python, "-c", IMPORT_ALL, pyz)
     assert (done.returncode, done.stderr) == (0, "")
@@ -116,8 +119,8 @@ def test_a_bare_python_runs_it(python: Path, pyz: Path, tmp_path: Path) -> None:
         ("", 2, ""),
         ("dance", 2, "no command 'dance'"),
         ("claim", 2, "claim: wrong number of arguments"),
-        ("agent /a --stage x", 2, "--stage: cannot be read: "),
-        ("claim /proc/none", 1, "claim: "),
+        ("agent /a /b --stage x", 2, "unrecognized arguments: --stage x"),
+        ("claim /proc/none", 7, "/proc/none/agent.json cannot be read (No such file"),
     ],
 )
 def test_a_wrong_call_is_one_line(pyz: Path, argv: str, status: int, message: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.script.directives import directives, effective_job, memory_mebibytes
 from hpml_orchestrator.script.render import render
-from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.site import ResolvedSite, Site
+from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import HERE
 from tests.unit.script.support import job as job_of
 
@@ -89,7 +89,7 @@ def test_rules_change_the_options(
 @pytest.mark.parametrize(
     ("option", "resources", "field", "value"),
     [
-        ("mem", {"memory": "2G"}, "resources.memory", "2048M"),
+        ("mem", {"memory": "2G"}, "resources.memory", "2G"),
         ("exclusive", {"exclusive": True}, "resources.exclusive", True),
         ("mail_user", {"mail": {"to": "me"}}, "resources.mail", None),
         ("nice", {"extra": ["--nice=5"]}, "resources.extra", "--nice=5"),
@@ -131,9 +131,9 @@ def test_the_job_as_slurm_will_see_it() -> None:
         extra=["--nice=3", "--contiguous"],
     )
     seen = effective_job(asked, site.site.directives).resources
-    assert (seen.memory, seen.exclusive, seen.time) == (None, False, "01:00:00")
+    assert (seen.memory, seen.exclusive, seen.time) == (None, False, 3600)
     assert (seen.account, seen.qos, seen.constraint) == ("physics", "high", None)
-    assert seen.gpus == "2", "under another name it is asked for all the same"
+    assert str(seen.gpus) == "2", "under another name it is asked for all the same"
     assert sorted(seen.extra) == [
         "--contiguous",
         "--exclusive=user",

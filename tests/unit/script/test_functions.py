@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.script import archive
 from tests.patience import eventually
 
-BEGIN = 'source "$PWD/hpml-job.sh"\nhpml_begin "$PWD/node" torchrun 600\n'
+BEGIN = 'source "$PWD/hpml-job.sh"\nhpml_begin "$PWD/node" 600\n'
 NODE = """\
 #!/bin/bash
 shift 3  # -I -S hpml-node.pyz
@@ -40,8 +40,10 @@ class Bench:
         self.root = root
         self.attempt = root / "runs/7/attempts/0"
         self.attempt.mkdir(parents=True)
+        self.places = f"{self.attempt} {root}"
         (root / "hpml-job.sh").write_bytes(archive.node_files()["hpml-job.sh"])
         (root / "hpml-node.pyz").touch()
+        (root / "agent.json").touch()
         for name, text in (("node", NODE), ("srun", SRUN)):
             (root / name).write_text(text)
             (root / name).chmod(0o755)
@@ -92,7 +94,7 @@ def test_the_attempt_is_claimed(bench: Bench) -> None:
     assert out.split("\n")[:3] == [f"{run}/attempts/0", str(run), "a-7"]
     assert out.split("\n")[3:6] == ["1000", "1600", f"--cpu-bind=none {bench.root}/node"]
     assert bench.calls("claim") == [str(bench.root)]
-    assert bench.calls("finish") == [f"{run}/attempts/0 0  torchrun"]
+    assert bench.calls("finish") == [f"{run}/attempts/0 {bench.root} 0 "]
 
 
 def test_slurms_own_times_count_and_its_limits(bench: Bench) -> None:
@@ -133,10 +135,10 @@ def test_every_end_is_recorded_and_stops_the_agents(
     bench: Bench, code: str, status: int, reason: str
 ) -> None:
     """The ranks' status, a reason of hpml's own, or a script that started nothing."""
-    code = f"{BEGIN}hpml_agents --bind x\nhpml_wait_ready\n{code}"
+    code = f"{BEGIN}hpml_agents --shm x\nhpml_wait_ready\n{code}"
     assert bench.run(code)[:2] == (status, "")
-    assert bench.calls("finish") == [f"{bench.attempt} {status} {reason} torchrun"]
-    assert bench.calls("agent") == [f"{bench.attempt} --bind x"]
+    assert bench.calls("finish") == [f"{bench.places} {status} {reason}"]
+    assert bench.calls("agent") == [f"{bench.places} --shm x"]
     assert (bench.attempt / "over").exists()
 
 
@@ -168,7 +170,7 @@ def test_signals(bench: Bench, sent: int, status: int, reason: str, got: str) ->
         eventually(lambda: (bench.root / "got").exists() and (bench.root / "got").read_text())
         == f"{got}\n"
     )
-    assert bench.calls("finish") == [f"{bench.attempt} {status} {reason} torchrun"]
+    assert bench.calls("finish") == [f"{bench.places} {status} {reason}"]
     passed = [f"{bench.attempt} {got}"] if status == 5 else []
     assert bench.calls("note-signal") == passed
 
@@ -177,11 +179,10 @@ def test_signals(bench: Bench, sent: int, status: int, reason: str, got: str) ->
 def test_sigterm_of_a_job_with_checkpoints(bench: Bench, agent_ends: bool) -> None:
     """The script waits for its ranks, which the agents stop; without agents it ends at once."""
     rank = "trap '' TERM; touch ready; until [[ -e go ]]; do sleep .02; done"
-    code = (
-        f'{BEGIN}hpml_agents\n{"wait $hpml_agent" if agent_ends else ""}\nhpml_run bash -c "{rank}"'
-    )
+    wait = "wait $hpml_agent" if agent_ends else ""
+    code = f'{BEGIN}hpml_checkpoints saved\nhpml_agents\n{wait}\nhpml_run bash -c "{rank}"'
     ends = {"AGENT_ENDS": "1"} if agent_ends else {}
-    process = bench.start(code, HPML_CHECKPOINT="{}", **ends)
+    process = bench.start(code, **ends)
     eventually((bench.root / "ready").exists)
     process.send_signal(signal.SIGTERM)
     if agent_ends:
@@ -193,7 +194,8 @@ def test_sigterm_of_a_job_with_checkpoints(bench: Bench, agent_ends: bool) -> No
         assert process.wait(timeout=120) == 0
     process.communicate()
     code = "143" if agent_ends else "0"
-    assert bench.calls("finish") == [f"{bench.attempt} {code} the script got SIGTERM torchrun"]
+    assert bench.calls("finish") == [f"{bench.places} {code} the script got SIGTERM"]
+    assert bench.calls("go-on") == [f"{bench.places} {code}"]
 
 
 def test_the_rendezvous_is_exported(bench: Bench) -> None:

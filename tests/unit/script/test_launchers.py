@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.spec.site import ResolvedSite, Site
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.script.render import render
+from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import HERE, job
 
 if TYPE_CHECKING:
@@ -34,15 +35,26 @@ def test_a_launcher_that_is_not_there_ends_the_job(
     missing = "/usr/bin/env bash -c 'exit 127' mpirun"
     (sandbox.bin / "mpirun").write_text(f"#!/bin/sh\n{missing}\n")
     (sandbox.bin / "mpirun").chmod(0o755)
-    done = sandbox.start(render(job(launcher=launcher, workdir="/"), Capabilities()))
+    done = sandbox.start(job(launcher=launcher, workdir="/"))
     assert (done.returncode, message in done.stderr.decode()) == (78, True)
 
 
-@pytest.mark.parametrize("name", ["hpml-node.pyz", "hpml-job.sh"])
+@pytest.mark.parametrize("name", ["hpml-node.pyz", "hpml-job.sh", "agent.json"])
 def test_a_script_needs_its_files(sandbox: Sandbox, name: str) -> None:
     """Without one of them the job ends at once, and the error names it."""
-    (sandbox.submission / name).unlink()
-    done = sandbox.start(render(job(workdir="/"), Capabilities()))
+    done = sandbox.start(job(workdir="/"), without=name)
     error = done.stderr.decode()
+    assert error.count("hpml: ") == 1
     assert (done.returncode, name in error, "'hpml render -o DIR'" in error) == (78, True, True)
+    assert not (sandbox.submission / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"job": 7}', '{"job": {"name": "a", "array": "x"}}'])
+def test_a_damaged_agent_json_ends_the_job(sandbox: Sandbox, text: str) -> None:
+    """Before an attempt is claimed, with a line that names the file and what to do."""
+    done = sandbox.start(job(workdir="/"), agent=text)
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == RecordError.exit_code
+    assert f"{sandbox.submission}/agent.json cannot be read" in line
+    assert line.endswith("'hpml render -o DIR'")
     assert not (sandbox.submission / "runs").exists()

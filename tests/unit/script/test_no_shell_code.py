@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobfile.schema import job_schema
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.script.render import Capabilities, render
-from hpml_orchestrator.spec.schema import job_schema
 from tests.unit.script.support import CANARY
 
 if TYPE_CHECKING:
@@ -78,9 +78,11 @@ def test_arguments_variables_and_paths_arrive_as_they_were_written(
     stage = [{"name": "data", "source": str(source), "target": str(target)}]
     data = job_with(sandbox, payload, workdir=str(workdir), stage=stage)
     data["args"].append("{stage.data}" + payload)
-    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
-    staged = f"{target}/hpml-{os.getuid()}/sandbox-1/data"
-    assert seen["argv"] == [payload, payload, f"--x={payload}", staged + payload]
+    seen = sandbox.run(sandbox.load(data).job)
+    *argv, staged = seen["argv"]
+    assert argv == [payload, payload, f"--x={payload}"]
+    entry = re.escape(f"{target}/hpml-{os.getuid()}/") + r"[\w-]+@sandbox-1/data"
+    assert re.fullmatch(entry + re.escape(payload), staged)
     assert seen["env"]["VALUE"] == payload
     assert seen["cwd"] == str(workdir)
     assert list(target.iterdir()) == []
@@ -95,7 +97,7 @@ def test_placeholders_of_the_run_time_are_one_word_and_never_evaluated(sandbox: 
         "setup": f"export MADE={shlex.quote(value)} EMPTY=",
         "variables": {"VALUE": "<{env.MADE}>"},
     }
-    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    seen = sandbox.run(sandbox.load(data).job)
     # started by hand: the run has the job's id
     assert seen["argv"] == [f"<{value}>", "1", "1", f"--x={value}", "", "{env.MADE}"]
 
@@ -109,7 +111,7 @@ def test_a_variable_that_is_not_set_ends_the_job(sandbox: Sandbox, place: str) -
         data["args"] = ["{env.HOME}/{env.VALUE_OF_ADA}"]
     else:
         data["environment"]["variables"] = {"VALUE_OF_ADA": "/x:{env.VALUE_OF_ADA}"}
-    done = sandbox.start(render(sandbox.load(data).job, Capabilities()))
+    done = sandbox.start(sandbox.load(data).job)
     message = "{env.VALUE_OF_ADA}: the variable is not set in the job"
     assert (done.returncode, f"hpml: {message}\n" in done.stderr.decode()) == (78, True)
     (ended,) = sandbox.submission.glob("runs/*/attempts/0/ended.json")
@@ -194,8 +196,10 @@ def no_code(script: str, workdir: Path) -> bool:
         (commands / "python").write_text("#!/bin/sh\necho /nowhere/attempts/0\n")
         (commands / "python").chmod(0o755)
         (scratch / "hpml-node.pyz").write_bytes(b"")
-        functions = archive.node_files()["hpml-job.sh"]  # hpml_run would end the script
-        (scratch / "hpml-job.sh").write_bytes(functions + b"hpml_run() { :; }\n")
+        (scratch / "agent.json").write_bytes(b"")
+        over = b"hpml_run() { :; }\nhpml_wait_ready() { export HPML_STAGE_DATA=/nowhere; }\n"
+        functions = archive.node_files()["hpml-job.sh"]  # these would end the script
+        (scratch / "hpml-job.sh").write_bytes(functions + over)
     begin = f"hpml_begin {commands}/python "
     text = re.sub(r"^hpml_begin \S+ ", lambda _: begin, script, flags=re.MULTILINE)
     assert text != script
@@ -243,6 +247,6 @@ def test_any_text_arrives_unchanged(make_sandbox: Callable[[], Sandbox], texts: 
     texts = [text.replace("{stage.", "{stage_").replace("{run.", "") for text in texts]
     data["args"] = [*texts, "é" * 65_535]  # the most that Linux passes
     data["environment"]["variables"] = {f"V{index}": text for index, text in enumerate(texts)}
-    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    seen = sandbox.run(sandbox.load(data).job)
     assert seen["argv"] == ["end", *data["args"]]
     assert [seen["env"][f"V{index}"] for index in range(len(texts))] == texts

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.script.render import Capabilities, render
-
 if TYPE_CHECKING:
     import subprocess
 
@@ -29,14 +27,14 @@ def start(sandbox: Sandbox, lines: str) -> tuple[str, subprocess.CompletedProces
     """Run a job with these lines; return its script, how it ended, and the record of that."""
     (sandbox.root / "loose.sh").write_text(LOOSE)
     ranks = 'exec "$0" "$1" "$(ulimit -n)" "$LOOSE"'
-    job: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "probe",
         "launcher": "srun",
         "command": ["bash", "-c", ranks, sys.executable, str(sandbox.root / "recorder.py")],
         "environment": {"setup": lines, "variables": {"LATER": "variables"}},
     }
-    script = render(sandbox.load(job).job, Capabilities(sys.executable))
-    done = sandbox.start(script)
+    done = sandbox.start(sandbox.load(fields).job)
+    script = (sandbox.submission / "job.sh").read_text()
     (path,) = sandbox.submission.glob("runs/*/attempts/0/ended.json")
     return script, done, json.loads(path.read_text())
 

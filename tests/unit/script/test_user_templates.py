@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.script.render import Capabilities
-from hpml_orchestrator.spec.load import load_job
-from hpml_orchestrator.spec.site import ResolvedSite, Site
+from hpml_orchestrator.site.model import ResolvedSite, Site
 
 HERE = Capabilities(interpreter="/usr/bin/python3")
 
@@ -32,7 +32,7 @@ class Office:
     def render(self, *, own: bool = True, **fields: Any) -> str:
         """The script, with the user's templates or without."""
         site = ResolvedSite(Site(templates=str(self.templates))) if own else None
-        return render_job(load_job(self.job, list(fields.items())), HERE, site=site).script
+        return render_job(load_job(self.job, list(fields.items()), site), HERE).script
 
     def block(self, name: str, text: str) -> str:
         """The script, with that text as a block of torchrun's template, in line 2 of it."""

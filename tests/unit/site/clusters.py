@@ -9,7 +9,7 @@ from typing import Any
 
 from hpml_orchestrator.scheduler.cluster import Gres, Node
 from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.spec.site import Site
+from hpml_orchestrator.site.model import Site
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "22.05.8"
 A100 = (Gres("gpu", "a100", 4),)

@@ -101,6 +101,29 @@ def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(Store(tmp_path / "records"))["Slurm"].found == "not on PATH: scancel"
 
 
+@pytest.mark.parametrize(
+    ("smi", "result", "hint"),
+    [
+        ("Driver Version: 580.1    CUDA Version: 13.0", "ok", ""),
+        ("Driver Version: 550.1    CUDA Version: 12.4", "warning", "CUDA 12.8, newer than"),
+    ],
+)
+def test_the_build_of_pytorch(
+    smi: str, result: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of the `python` on PATH, and has to fit the driver."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    build = {"version": "2.9.0+cu128", "cuda": "12.8", "cudnn": "9.10", "nccl": "2.27"}
+    put(
+        tmp_path / "bin", **{"nvidia-smi": f"echo '{smi}'", "python": f"echo '{json.dumps(build)}'"}
+    )
+    finding = found(Store(tmp_path / "records"))["PyTorch"]
+    assert finding.found.startswith("2.9.0+cu128, CUDA 12.8, cuDNN 9.10, NCCL 2.27")
+    assert (finding.result, hint in finding.hint) == (result, True)
+
+
 def test_a_topology_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     """Of every node type, with field and file; a profile whose files are good is sound."""
     profile = tmp_path / "site.toml"

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
 from hpml_orchestrator.staging.auto import Choice, own_storage, stage_chosen
-from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, name_of, names_of
+from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, name_of
 from hpml_orchestrator.staging.space import Room
 from hpml_orchestrator.staging.stage import CopyStager
 
@@ -144,10 +144,3 @@ def test_names_are_made_of_paths(source: str, name: str) -> None:
     """Always valid, and what a person would say."""
     assert name_of(source) == name
     assert StageRequest(name, "/a").name == name
-
-
-def test_equal_names_are_an_error_with_both() -> None:
-    """Two directories of one name cannot both be staged by it."""
-    assert names_of(["a/train", "a/val"]) == ["train", "val"]
-    with pytest.raises(InputError, match=r"a/train and b/Train\.tar would both be named train"):
-        names_of(["a/train", "b/Train.tar"])

@@ -1,56 +1,30 @@
-"""The cache: one copy for all jobs, whoever is killed, and never the wrong data."""
+"""One copy for all jobs and persons, and never the wrong data."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import shutil
-import time
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.area import JobArea
+from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.files import NameLock
-from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
+from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.source import TreeSource
-from hpml_orchestrator.staging.stage import CopyStager
-from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.space import Room
+from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
+from hpml_orchestrator.staging.store import NodeStore
 from tests.patience import eventually
+from tests.unit.staging.conftest import FORK, entries, partials, same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.context import ForkProcess
-
-    from hpml_orchestrator.staging.area import StoreEntry
-    from hpml_orchestrator.staging.progress import OnProgress
-
-FORK = multiprocessing.get_context("fork")
-KEY = "0" * 32
-FILES = 20
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., ForkProcess]]:
-    """Run functions in forked processes; they are killed when the test ends."""
-    started: list[ForkProcess] = []
-
-    def run(work: Callable[..., None], *arguments: object) -> ForkProcess:
-        process = FORK.Process(target=work, args=arguments)
-        process.start()
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.join()
 
 
 def stager(base: Path, key: str) -> CopyStager:
@@ -63,17 +37,6 @@ def kept(
 ) -> StageRequest:
     """A request for data that stays."""
     return StageRequest(name, str(source), target="shm", keep=keep, trust_mtime=trust_mtime)
-
-
-def entries(base: Path) -> list[Path]:
-    """The entries that are kept for later jobs."""
-    return sorted(path for path in base.glob("hpml-*/.cache/*") if "@" not in path.name)
-
-
-def leftovers(base: Path) -> list[str]:
-    """What must not be there once all is quiet."""
-    patterns = ("hpml-*/.trash-*", "hpml-*/.new-*", "hpml-*/.cache/*/.data.partial-*")
-    return [str(path) for pattern in patterns for path in base.glob(pattern)]
 
 
 def contents(path: Path | str) -> dict[str, bytes]:
@@ -92,146 +55,57 @@ def stage_at_once(key: str, base: Path, source: Path, barrier: Any, told: Any) -
     mine.cleanup()
 
 
+@pytest.mark.parametrize("count", [1, 8])
 def test_eight_jobs_copy_the_same_data_once(
-    base: Path, source: Path, start: Callable[..., ForkProcess]
+    base: Path, source: Path, tmp_path: Path, start: Callable[..., ForkProcess], count: int
 ) -> None:
-    """One of them copies, seven wait and use its copy; it outlives them all."""
+    """One of them copies, seven wait and use its copy; different data are copied at once."""
     barrier, told = FORK.Barrier(8), FORK.Queue()
-    jobs = [start(stage_at_once, f"{n}.0", base, source, barrier, told) for n in range(8)]
-    said = [told.get(timeout=120) for _ in jobs]
-    for job in jobs:
-        job.join()
-    assert sorted(reused for _, reused, _, _ in said) == [False] + [True] * 7
-    assert all(is_kept and is_right for _, _, is_kept, is_right in said)
-    assert len(entries(base)) == 1
-    assert contents(entries(base)[0] / "data") == contents(source)
-    assert leftovers(base) == []
-    assert not list(base.glob("hpml-*/[0-9]*"))
-
-
-def test_eight_jobs_copy_different_data_at_once(
-    base: Path, source: Path, tmp_path: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """Each gets its own entry."""
-    barrier, told = FORK.Barrier(8), FORK.Queue()
-    jobs = []
+    trees = [shutil.copytree(source, tmp_path / f"tree{number}") for number in range(count)]
     for number in range(8):
-        tree = shutil.copytree(source, tmp_path / f"tree{number}")
-        (tree / "own").write_text(str(number))
-        jobs.append(start(stage_at_once, f"{number}.0", base, tree, barrier, told))
-    said = [told.get(timeout=120) for _ in jobs]
-    for job in jobs:
-        job.join()
-    assert all(is_right and not reused for _, reused, _, is_right in said)
-    assert len(entries(base)) == 8
-    assert leftovers(base) == []
-
-
-class Slow:
-    """A copier that takes its time; the real one is over before a test can act."""
-
-    def __init__(self, seconds: float, doomed: int = 0) -> None:
-        self.seconds = seconds
-        self.doomed = doomed  # this many copiers run until they are killed
-        self.begun = FORK.Value("i", 0)
-        self.pid = FORK.Value("i", 0)
-
-    def __call__(self, directory: str, lock: NameLock) -> Manifest:
-        """Publish FILES small files."""
-        partial = f"{directory}/.data.partial-{os.getpid()}-slow"
-        self.pid.value = os.getpid()
-        self.begun.value += 1
-        os.mkdir(partial)
-        for number in range(FILES):
-            (Path(partial) / str(number)).write_text(str(number))
-            lock.tell(number, number, FILES, FILES)
-            time.sleep(self.seconds / FILES)
-        while self.begun.value <= self.doomed:
-            time.sleep(0.01)
-        size = sum(len(str(number)) for number in range(FILES))
-        names = [str(number) for number in range(FILES)]
-        listing = Listing(names, [len(name) for name in names])
-        manifest = Manifest("data", "/source", "tree", "copy", size, FILES, listing=listing)
-        manifest.write(manifest_path(f"{directory}/data"))
-        os.rename(partial, f"{directory}/data")
-        return manifest
-
-
-def entry_for(
-    base: Path, key: str, fill: Slow, on_progress: OnProgress | None = None
-) -> tuple[StoreEntry, Manifest]:
-    """What a job gets from the cache."""
-    got = JobArea(str(base), key).obtain(KEY, fill, Retry(), on_progress=on_progress)
-    assert got is not None
-    return got
-
-
-def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:
-    """Get the entry and say how that went, then keep it until the end."""
-    try:
-        entry, _ = entry_for(base, key, fill)
-        copied = fill.pid.value == os.getpid()
-        told.put((key, "copied" if copied else "reused", sorted(os.listdir(entry.data))))
-        time.sleep(600)
-    except StagingError as error:
-        told.put((key, "error", str(error)))
-
-
-def begun(fill: Slow, times: int = 1) -> int:
-    """Wait until a copy began; returns the process that copies."""
-    eventually(lambda: fill.begun.value >= times, pause=0.002)
-    return int(fill.pid.value)
-
-
-def test_what_a_killed_copier_left_goes_with_the_next_job(
-    base: Path, source: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """Nobody waits and nobody asks for the same data again: nothing stays all the same."""
-    fill, told = Slow(60), FORK.Queue()
-    job = start(obtain, "0.0", base, fill, told)
-    begun(fill)
-    bystander = stager(base, "1.0")
-    bystander.stage(kept(source))
-    assert len(entries(base)) == 2, "it is being copied"
-    job.kill()
-    job.join()
-    nextone = stager(base, "2.0")
-    nextone.stage(kept(source))
-    assert len(entries(base)) == 1
-    assert leftovers(base) == []
-    for one in (bystander, nextone):
-        one.cleanup()
-
-
-def test_who_waits_is_told_how_far_the_copy_is(
-    base: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """A waiting job receives the progress, so a slow copy does not look like a hang."""
-    fill, told = Slow(2.5), FORK.Queue()
-    start(obtain, "0.0", base, fill, told)
-    begun(fill)
-    heard: list[tuple[int, ...]] = []
-    mine = Slow(0)
-    entry, _ = entry_for(base, "1.0", mine, lambda *figures: heard.append(figures))
-    assert mine.begun.value == 0
-    entry.release()
-    assert len(heard) >= 1
-    assert all(0 < done < FILES and total == FILES for done, _, total, _ in heard)
+        tree = trees[number % count]
+        (tree / "own").write_text(tree.name)
+        start(stage_at_once, f"{number}.0", base, tree, barrier, told)
+    said = [told.get(timeout=120) for _ in range(8)]
+    assert [reused for _, reused, _, _ in said].count(False) == count
+    assert all(is_kept and is_right for _, _, is_kept, is_right in said)
+    eventually(lambda: all("@" not in path.name for path in base.glob("hpml-*/*")))
+    assert {contents(entry / "data")["own"].decode() for entry in entries(base)} == {
+        tree.name for tree in trees
+    }
+    assert partials(base) == []
 
 
 def test_a_later_job_reuses_what_an_earlier_one_kept(base: Path, source: Path) -> None:
-    """The path in the job stays as it is without the cache; cleaning up leaves the entry."""
+    """It is named after the source; the job's name for it and cleaning up leave the entry."""
     first, second = stager(base, "1.0"), stager(base, "2.0")
     made = first.stage(kept(source))
-    assert made.path == f"{base}/hpml-{os.getuid()}/1.0/data"
+    (entry,) = entries(base)
+    assert (made.path, entry.name.rpartition("-")[0]) == (f"{entry}/data", "source")
     assert (made.kept, made.reused) == (True, False)
     first.cleanup()
-    found = second.stage(kept(source))
-    assert (found.kept, found.reused, found.bytes) == (True, True, made.bytes)
+    found = second.stage(kept(source, name="other"))
+    assert (found.kept, found.reused, found.path) == (True, True, made.path)
+    assert found.bytes == made.bytes
     assert contents(found.path) == contents(source)
     again = second.stage(kept(source))
     assert (again.kept, again.reused) == (True, True)
     second.cleanup()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_path_is_a_directory_to_all_commands(
+    base: Path, source: Path, tmp_path: Path, keep: bool
+) -> None:
+    """No part of it is a link, so `find` and `cp -r` see the files without options."""
+    job = stager(base, "1.0")
+    path = job.stage(kept(source, keep=keep)).path
+    assert path == os.path.realpath(path)
+    found = subprocess.run(["find", path, "-type", "f"], check=True, capture_output=True)
+    assert len(found.stdout.split()) == 3
+    subprocess.run(["cp", "-r", path, tmp_path / "copy"], check=True)
+    assert same(tmp_path / "copy", source)
+    job.cleanup()
 
 
 def test_data_that_is_not_kept_goes_with_the_job(base: Path, source: Path) -> None:
@@ -343,8 +217,111 @@ def test_a_damaged_entry_in_use_stays_with_its_users(base: Path, source: Path) -
     assert (result.reused, result.kept) == (False, False)
     assert contents(result.path) == contents(source)
     assert (path / "extra").exists()
+    person = stager(base, "")
+    by_hand = person.stage(kept(source))
+    assert (by_hand.reused, by_hand.kept, by_hand.path == str(path)) == (False, True, False)
+    for one in (person, second, first):
+        one.cleanup()
+    assert not stager(base, "3.0").stage(kept(source)).reused, "now nobody uses it"
+    assert not (path / "extra").exists()
+
+
+def test_data_of_another_process_of_the_job_is_not_replaced(base: Path, source: Path) -> None:
+    """The source has changed, or is another: neither the old data are taken, nor taken away."""
+    first, second = stager(base, "1.0"), stager(base, "1.0")
+    wanted = kept(source, keep=False)
+    path = first.stage(wanted).path
+    again = second.stage(wanted)
+    assert (again.reused, again.path) == (True, path)
+    second.leave()
+    (source / "one.bin").write_bytes(b"2" * 5000)
+    new = second.stage(wanted)
+    assert (new.reused, contents(new.path)) == (False, contents(source))
+    assert Path(path, "one.bin").read_bytes() == b"1" * 5000
+    first.leave()
     second.cleanup()
-    first.cleanup()
+    assert os.listdir(base) == []
+
+
+def test_nodes_have_the_same_path_whatever_earlier_jobs_left(base: Path, source: Path) -> None:
+    """A job on several nodes uses kept data only if all of its nodes would have them there."""
+    earlier = stager(base, "1.0")
+    there = earlier.stage(kept(source)).path
+    several = CopyStager("2.0", bases=Bases(shm=str(base)), on_several_nodes=True)
+    own = several.stage(kept(source, keep=False))
+    assert (own.reused, own.kept, own.path == there) == (False, False, False)
+    found = several.stage(kept(source))
+    assert (found.reused, found.path) == (True, there)
+    for one in (earlier, several):
+        one.cleanup()
+
+
+def test_what_a_person_staged_stays_and_is_found(base: Path, source: Path) -> None:
+    """By the person and by jobs, after which it stays all the same, damaged meanwhile or not."""
+    person, job = stager(base, ""), stager(base, "1.0")
+    made = person.stage(kept(source))
+    person.cleanup()
+    for one in (job, person):
+        found = one.stage(kept(source))
+        assert (made.reused, found.reused, found.path) == (False, True, made.path)
+        one.cleanup()
+    Path(made.path, "extra").touch()
+    assert not job.stage(kept(source)).reused
+    job.cleanup()
+    assert [(one.by_hand, one.state) for one in list_staged([str(base)])] == [(True, "ok")]
+
+
+def test_a_person_is_told_that_an_archive_does_not_fit(base: Path, source: Path) -> None:
+    """Counted only in part it has no key: refused like any other."""
+    archive = shutil.make_archive(str(source), "tar", source)
+    room = Room(0, "a test's", None, 4096, in_memory=False)
+    person = CopyStager(bases=Bases(shm=str(base)), room=lambda _path: room)
+    retry = Retry(lambda _seconds: None)
+    supply = LocalSupply(kept(Path(archive)), open_source(kept(Path(archive)), retry, 1))
+    assert supply.plan().at_least
+    with pytest.raises(CapacityError, match="at least"):
+        person.stage(supply.request, supply)
+    person.leave()
+    assert os.listdir(base) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "extra", "manifest"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_published_data_is_verified_before_reuse(
+    stager: CopyStager, source: Path, damage: str, keep: bool
+) -> None:
+    """Data that lost or gained files or bytes, or has no manifest, is staged anew."""
+    request = kept(source, keep=keep)
+    path = Path(stager.stage(request).path)
+    assert stager.stage(request).reused
+    if keep:
+        stager.leave()  # nothing else uses it
+    if damage == "missing":
+        (path / "a" / "two.txt").unlink()
+    elif damage == "short":
+        os.truncate(path / "one.bin", 3)
+    elif damage == "extra":
+        (path / "cache").touch()
+    else:
+        (path.parent / ".data.manifest").write_text("{")
+    assert not stager.stage(request).reused
+    assert sorted(os.listdir(path)) == ["a", "empty", "one.bin"]
+    assert stager.stage(request).reused
+
+
+def test_a_failing_rename_publishes_nothing(
+    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault at the last step leaves neither data nor partial."""
+
+    def rename(*_arguments: object) -> None:
+        raise OSError(5, "injected")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(StagingError, match="injected"):
+        stager.stage(kept(source))
+    monkeypatch.undo()
+    assert list_staged([stager.store("shm").base]) == []
 
 
 @pytest.mark.parametrize("change", ["nothing", "zeros", "no digests"])
@@ -354,11 +331,11 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
     """Sizes may outlive a crash where contents did not: then only what can be compared counts."""
     first = stager(base, "1.0")
     first.options = CopyOptions(hash=change != "no digests")
-    data = Path(first.stage(kept(source)).path).resolve()
+    data = Path(first.stage(kept(source)).path)
     first.cleanup()
-    record = data.parent / ".owner.json"
-    owner = json.loads(record.read_text())
-    record.write_text(json.dumps({**owner, "boot_id": "another boot"}))
+    lease = data.parent / ".lease"
+    boot = lease.read_text()
+    lease.write_text("boot another ")
     if change == "zeros":
         times = (data / "one.bin").stat()
         (data / "one.bin").write_bytes(bytes(times.st_size))
@@ -368,8 +345,7 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
     result = later.stage(kept(source))
     assert result.reused == (change == "nothing")
     assert contents(result.path) == contents(source)
-    if change == "nothing":
-        assert json.loads(record.read_text())["boot_id"] == owner["boot_id"]
+    assert lease.read_text() == boot
     later.cleanup()
 
 
@@ -377,11 +353,12 @@ def test_a_chain_does_not_wait_for_another_jobs_copy(base: Path, source: Path) -
     """Two chains that wait for each other on two nodes would never end: it makes its own copy."""
     earlier, later = stager(base, "1.0"), stager(base, "2.0")
     earlier.stage(kept(source))
-    retry = Retry(lambda _seconds: None)
-    supply = LocalSupply(kept(source), TreeSource(str(source), retry))
+    earlier.leave()
+    supply = LocalSupply(kept(source), TreeSource(str(source), Retry(lambda _seconds: None)))
     supply.method = "chain"  # of one node
-    with NameLock(f"{entries(base)[0]}/.data.lock", retry):
-        result = later.stage(supply.request, supply)
+    copying = NodeStore(str(base)).lock(entries(base)[0].name, exclusive=True)
+    assert copying is not None
+    result = later.stage(supply.request, supply)
     assert (result.method, result.reused, result.kept) == ("chain", False, False)
-    earlier.cleanup()
+    copying.release()
     later.cleanup()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,15 +18,14 @@ import pytest
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing.shards import PackRequest, pack
 from hpml_orchestrator.records.mounts import file_system_type
-from hpml_orchestrator.staging.copy import CopyOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry, StagingStopped
-from hpml_orchestrator.staging.progress import CopyProgress
+from hpml_orchestrator.staging.pack import PackRequest, pack
 from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import MEMORY_TYPES
-from hpml_orchestrator.staging.supply import open_source
+from hpml_orchestrator.staging.stage import open_source
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def wide(tmp_path: Path) -> Path:
     (top / os.fsdecode(b"\xff\xfe")).write_bytes(b"no text")
     (top / "large").write_bytes(os.urandom(5 * MIB + 17))
     (top / "block").write_bytes(os.urandom(MIB))
-    with open(top / "sparse", "wb") as stream:  # large enough for a thread that reads ahead
+    with open(top / "sparse", "wb") as stream:
         stream.seek(9 * MIB)
         stream.write(os.urandom(3 * MIB))
         stream.truncate(70 * MIB + 1)
@@ -243,6 +244,44 @@ def two_of(found: list[str]) -> list[str]:
 
 def children_of(thread: int) -> list[str]:
     return Path(f"/proc/self/task/{thread}/children").read_text("ascii").split()
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_limit_of_processes_leaves_fewer_workers(
+    wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """With room for none of them, this process copies."""
+    real, forked = os.fork, 0
+
+    def fork() -> int:
+        nonlocal forked
+        if len(children()) >= most:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        forked += 1
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)  # a fault: root has no limit
+    copied(tree(wide), base / "to", CopyOptions(processes=3, threads=1))
+    assert sums(base / "to") == sums(wide)
+    assert (forked > 0) == (most > 0)
+    assert children() == []
+
+
+def test_a_large_file_has_figures_while_it_is_copied(
+    tmp_path: Path, base: Path, slowly: Callable[[float], None]
+) -> None:
+    """Those of forked workers arrive before the first file is whole."""
+    (tmp_path / "two").mkdir()
+    for number in range(2):
+        (tmp_path / "two" / f"{number}").write_bytes(os.urandom(8 * MIB))
+    slowly(0.05)
+    told: list[tuple[int, int, int, int]] = []
+    ticks = itertools.count(step=10)
+    progress = CopyProgress(lambda *figures: told.append(figures), clock=lambda: next(ticks))
+    copied(tree(tmp_path / "two"), base / "to", CopyOptions(processes=2), progress=progress)
+    assert any(0 < done_bytes < 8 * MIB and files == 0 for done_bytes, files, *_ in told)
+    progress.finish()
+    assert told[-1][:2] == (16 * MIB, 2)
 
 
 def resident_bytes(directory: Path) -> int:

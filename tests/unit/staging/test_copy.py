@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
+from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.request import Bases, StageRequest
-from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
 
 Node = tuple[str, int, int, object]
 
@@ -62,7 +65,7 @@ def around_reading(
 
 
 def nothing_published(stager: CopyStager) -> bool:
-    return not list_staged([stager.area("shm").store.base])
+    return not list_staged([stager.store("shm").base])
 
 
 def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
@@ -79,7 +82,7 @@ def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
 def test_modes_lose_set_bits_and_umask(
     stager: CopyStager, source: Path, tmp_path: Path, kind: str
 ) -> None:
-    """No setuid, setgid or sticky; the umask holds; the owner can always read and write."""
+    """No setuid, setgid or sticky; the umask holds; the owner can write to directories."""
     (source / "one.bin").chmod(0o6777)
     (source / "a" / "two.txt").chmod(0o444)
     (source / "a").chmod(0o3777)
@@ -96,7 +99,7 @@ def test_modes_lose_set_bits_and_umask(
         os.umask(old)
     modes = {name: node[1] for name, node in picture(path).items()}
     assert modes["one.bin"] == 0o750
-    assert modes["a/two.txt"] == 0o640
+    assert modes["a/two.txt"] == 0o440
     assert modes["a"] == 0o750
     assert modes["empty"] == 0o750
     for top in (path, path / "a"):
@@ -157,8 +160,9 @@ def test_links_are_followed_if_asked_for(stager: CopyStager, snapshot: Path) -> 
     assert not any(each.is_symlink() for each in path.rglob("*"))
     assert stager.stage(asked).reused
     (snapshot / "shards").resolve().joinpath("0").write_text("other")
-    assert not stager.stage(asked).reused
-    assert (path / "shards" / "0").read_text() == "other"
+    again = stager.stage(asked)
+    assert not again.reused
+    assert Path(again.path, "shards", "0").read_text() == "other"
     (snapshot / "shards").resolve().joinpath("up").symlink_to("..")
     with pytest.raises(StagingError, match="shards/up/shards: symbolic link to a directory above"):
         stager.stage(asked)
@@ -198,7 +202,7 @@ def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
     """A source that contains the target, or is in it, is refused."""
     with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(base))
-    inside = Path(stager.area("shm").path_of("data")) / "x"
+    inside = Path(stager.store("shm").path) / "x"
     inside.mkdir(parents=True)
     with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(inside))
@@ -332,3 +336,87 @@ def as_nobody(call: Callable[[], str]) -> str:
         text = stream.read()
     os.waitpid(pid, 0)
     return text
+
+
+RETRY = Retry(lambda _seconds: None, lambda: False)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_files_that_only_say_that_they_are_empty_are_refused(
+    stager: CopyStager, processes: int
+) -> None:
+    """Those of /proc have no size but contents: they would arrive empty."""
+    stager.options = CopyOptions(processes=processes)
+    with pytest.raises(StagingError, match="boot_id: has size 0 but is not empty"):
+        stager.stage(StageRequest("data", "/proc/sys/kernel/random", target="shm"))
+    with pytest.raises(StagingError, match="version: has size 0 but is not empty"):
+        stager.stage(StageRequest("data", "/proc/version", target="shm"))
+    assert list_staged([stager.store("shm").base]) == []
+
+
+def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> None:
+    """Plan, let something happen, and copy."""
+    source = TreeSource(str(path), RETRY, "file")
+    plan = source.plan()
+    before()
+    copy(
+        plan,
+        source,
+        str(base),
+        options=CopyOptions(),
+        retry=RETRY,
+        progress=CopyProgress(None),
+    )
+
+
+@pytest.mark.parametrize("size", [100, 3 << 19, 5 << 20])
+def test_a_change_behind_the_last_read_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """What changes between the last byte and the last look is not the state that was planned."""
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(size))
+    left = [size]
+    for name in ("readv", "preadv"):
+        real = getattr(os, name)
+
+        def read(*words: object, real: Callable[..., int] = real) -> int:
+            count = real(*words)
+            left[0] -= count
+            if left[0] == 0:
+                file.touch()
+            return count
+
+        monkeypatch.setattr(os, name, read)
+    with pytest.raises(StagingError, match="file: changed while it was copied"):
+        copy_file(file, base)
+    assert left == [0]
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.zip"])
+def test_an_archive_that_changes_behind_the_last_read_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """While its last bytes are read, after it was opened and looked at."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_bytes(os.urandom(300))
+    kind = {"x.tar": "tar", "x.tar.gz": "gztar", "x.zip": "zip"}[name]
+    archive = Path(shutil.make_archive(str(tmp_path / "x"), kind, tmp_path / "in"))
+    stager = CopyStager("1", bases=Bases(shm=str(base)))
+    request = StageRequest("data", str(archive), target="shm")
+    supply = LocalSupply(request, open_source(request, RETRY, 1 << 40))
+    supply.plan()
+    real = os.readv
+
+    def read(*words: object) -> int:
+        count = real(*words)  # type: ignore[arg-type]
+        archive.touch()
+        return count
+
+    planned = supply.plan()
+    monkeypatch.setattr(supply, "plan", lambda: planned)
+    monkeypatch.setattr(os, "readv", read)
+    with pytest.raises(StagingError, match="changed while it was copied"):
+        stager.stage(request, supply)
+    assert list_staged([stager.store("shm").base]) == []
+    stager.cleanup()

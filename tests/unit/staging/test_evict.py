@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -17,15 +15,21 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging.auto import StageOutcome, stage_chosen
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room, room_at
-from hpml_orchestrator.staging.stage import CopyStager
-from hpml_orchestrator.staging.store import NodeStore
+from hpml_orchestrator.staging.stage import CopyStager, LocalSupply
 from tests.patience import eventually
+from tests.unit.staging.conftest import entries, same
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
 
+    from hpml_orchestrator.staging.plan import CopyPlan
 
 MIB = 1 << 20
 
@@ -52,25 +56,23 @@ def disk_room(path: str) -> Room:
     return dataclasses.replace(plain_room(path), in_memory=False)
 
 
-def stager(base: Path, key: str, *, owner_pid: int | None = None) -> CopyStager:
-    """A job's stager on a small file system."""
-    bases = Bases(shm=str(base))
-    return CopyStager(key, bases=bases, room=plain_room, owner_pid=owner_pid)
+def stager(base: Path, key: str = "") -> CopyStager:
+    """A job's stager on a small file system, or a person's."""
+    return CopyStager(key, bases=Bases(shm=str(base)), room=plain_room)
 
 
 def keep(base: Path, tree: Path, key: str, used: float) -> None:
     """Leave a tree in the cache, last used at some time."""
     job = stager(base, key)
     path = job.stage(StageRequest("data", str(tree), target="shm", keep=True)).path
-    lease = Path(path).resolve().parent / ".lease"
+    lease = Path(path).parent / ".lease"
     job.cleanup()
     os.utime(lease, (used, used))
 
 
 def held(base: Path) -> set[int]:
     """Which of the trees are kept."""
-    found = base.glob("hpml-*/.cache/*/data/data")
-    return {path.read_bytes()[0] for path in found if "@" not in str(path)}
+    return {(entry / "data/data").read_bytes()[0] for entry in entries(base)}
 
 
 def request(tree: Path, *, keeps: bool = True) -> StageRequest:
@@ -90,7 +92,6 @@ def test_the_least_recently_used_goes_first(
     result = job.stage(request(trees[3], keeps=keeps))
     assert result.evicted == (str(trees[1]),)
     assert held(base) == {0, 2} | ({3} if keeps else set())
-    assert list(base.glob("hpml-*/.trash-*")) == []
     job.cleanup()
 
 
@@ -121,28 +122,34 @@ def make_tar(path: Path, seed: int) -> None:
             archive.addfile(info, io.BytesIO(bytes([seed + number]) * MIB))
 
 
+@pytest.mark.parametrize("key", ["", "7.0"])
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("changes", [True, False])
-def test_an_archive_that_this_shell_has_already_comes_whole_again(
-    small_tmpfs: Callable[[str], Path], tmp_path: Path, keeps: bool, changes: bool
+def test_an_archive_that_was_staged_already_comes_whole_again(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, key: str, keeps: bool, changes: bool
 ) -> None:
-    """There is no room for two: the old one is removed or reused; no part is published."""
+    """There is no room for two: a job's old one is removed or reused, a person's stays."""
     base = small_tmpfs("size=8m")
     path = tmp_path / "a.tar"
-    reused: list[bool] = []
-    for seed in (1, 11 if changes else 1):
-        if not reused or changes:
-            make_tar(path, seed)
-        bases = Bases(shm=str(base))
-        job = CopyStager("shell-1", bases=bases, room=plain_room)
-        found = job.stage(request(path, keeps=keeps))
-        data = Path(found.path)
-        assert sorted(one.name for one in data.iterdir()) == [f"{n}.bin" for n in range(5)]
-        assert (data / "4.bin").read_bytes()[0] == seed + 4
-        assert (found.files, found.kept) == (5, keeps)
-        reused.append(found.reused)
-        job.leave()
-    assert reused == [False, not changes]
+    make_tar(path, 1)
+    job = stager(base, key)
+    assert not job.stage(request(path, keeps=keeps or not key)).reused
+    job.leave()
+    if changes:
+        make_tar(path, 11)
+    if changes and not key:
+        with pytest.raises(CapacityError):
+            job.stage(request(path))
+        assert len(entries(base)) == 1
+        return
+    found = job.stage(request(path, keeps=keeps or not key))
+    data = Path(found.path)
+    assert sorted(one.name for one in data.iterdir()) == [f"{n}.bin" for n in range(5)]
+    assert (data / "4.bin").read_bytes()[0] == (15 if changes else 5)
+    assert (found.files, found.kept) == (5, keeps or not key)
+    # What goes with a job goes with its last process.
+    assert found.reused == (not changes and found.kept)
+    job.leave()
 
 
 def by_auto(
@@ -152,11 +159,10 @@ def by_auto(
     *,
     keeps: bool = True,
     small: Path | None = None,
-    owner_pid: int | None = None,
 ) -> tuple[CopyStager, StageOutcome]:
     """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
     bases = Bases(str(small) if small else "", str(base))
-    job = CopyStager(key, bases=bases, room=disk_room, owner_pid=owner_pid)
+    job = CopyStager(key, bases=bases, room=disk_room)
     return job, stage_chosen(StageRequest("a", str(path), target="auto", keep=keeps), job)
 
 
@@ -212,18 +218,19 @@ def test_a_part_of_an_archive_is_never_published(
     with pytest.raises(CapacityError, match="at least 9"):
         job.stage(request(path))
     assert held(base) == {0, 1}
-    assert not list(base.glob("hpml-*/9.0/a"))
+    assert entries(base, job="9.0") == []
     job.cleanup()
 
 
+@pytest.mark.parametrize("inodes", [3, 4, 0])
 def test_a_disk_that_is_full_to_the_last_byte_keeps_no_trace(
-    small_tmpfs: Callable[[str], Path], trees: list[Path]
+    small_tmpfs: Callable[[str], Path], trees: list[Path], inodes: int
 ) -> None:
-    """Not even the directory of the job can be made: nothing of hpml is there afterwards."""
-    base = small_tmpfs("size=64k")
+    """Not even entry or lease can be made, or no data: nothing of hpml is there afterwards."""
+    base = small_tmpfs(f"size=64k,nr_inodes={inodes}")
     fill_up(base / "filler")
     job = stager(base, "1.0")
-    with pytest.raises(StagingError, match="No space left"):
+    with pytest.raises((StagingError, CapacityError), match=r"No space left|available 0 bytes"):
         job.stage(request(trees[0]))
     job.leave()
     assert os.listdir(base) == ["filler"]
@@ -253,42 +260,26 @@ def test_a_job_can_begin_where_kept_data_took_the_last_block(
     job.cleanup()
 
 
-LEAVE = """
-import os, sys
-from hpml_orchestrator.staging.request import Bases, StageRequest
-from hpml_orchestrator.staging.stage import CopyStager
-stager = CopyStager("shell-1", bases=Bases(shm=sys.argv[1]), owner_pid=os.getppid())
-print(stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=True)).path, flush=True)
-stager.leave()
-"""
-
-
-def test_data_of_a_living_shell_stays(
-    small_tmpfs: Callable[[str], Path], trees: list[Path]
-) -> None:
-    """What a shell staged stays while it lives, without any process that holds a lease."""
+def test_data_of_a_person_stays(small_tmpfs: Callable[[str], Path], trees: list[Path]) -> None:
+    """What was staged by hand is never removed for other data, though no process uses it."""
     base = small_tmpfs("size=6m")
-    shell = subprocess.Popen(
-        ["/bin/sh", "-c", '"$@"; read line', "sh", sys.executable, "-c", LEAVE, base, trees[0]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert shell.stdout is not None
-    path = shell.stdout.readline().strip()
+    person = stager(base)
+    path = person.stage(request(trees[0])).path
+    person.leave()
+    os.utime(Path(path).parent / ".lease", (1000.0, 1000.0))
     keep(base, trees[1], "2.0", time.time() + 60)
-    store, entry = NodeStore(str(base)), str(Path(path).resolve().parent)
-    assert entry not in store.idle()
-    assert not store.remove(entry), "it came into use after somebody looked"
     job = stager(base, "9.0")
     assert job.stage(request(trees[2])).evicted == (str(trees[1]),)
     assert Path(path, "data").read_bytes()[0] == 0
-    shell.communicate("\n")
+    with pytest.raises(CapacityError, match="needs"):
+        job.stage(request(trees[3]))
+    job.cleanup()
     last = stager(base, "10.0")
-    assert last.stage(request(trees[3])).evicted == (str(trees[0]),)
-    assert not os.path.lexists(path), "the dead shell's directory goes as well"
-    for one in (job, last):
-        one.cleanup()
+    assert last.stage(request(trees[0])).reused
+    last.cleanup()
+    last = stager(base, "11.0")
+    assert last.stage(request(trees[4])).evicted == (str(trees[2]),)
+    last.cleanup()
 
 
 USE = """
@@ -310,7 +301,7 @@ store = NodeStore(sys.argv[1])
 removed = 0
 print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):
-    removed += sum(store.remove(entry) for entry in store.idle())
+    removed += sum(store.remove(os.path.basename(entry)) for entry in store.idle())
 print(removed, flush=True)
 """
 
@@ -329,8 +320,99 @@ def test_eviction_races_with_readers(
         assert evictor.stdout.readline() == "ready\n"
     users = [child(USE, base, source, name) for name in "abc"]
     assert [user.wait(timeout=120) for user in users] == [0, 0, 0]
-    eventually(lambda: not list(base.glob("hpml-*/.cache/*/data")), "no job uses it")
+    eventually(lambda: not entries(base), "no job uses it")
     stop.touch()
     removed = [int(evictor.communicate(timeout=120)[0]) for evictor in evictors]
     assert sum(removed) > 0
-    assert list(base.glob("hpml-*/.trash-*")) == []
+
+
+RETRY = Retry(lambda _seconds: None, lambda: False)
+
+
+class Meddled(LocalSupply):
+    """A supply to which something happens before or after it fills."""
+
+    def __init__(
+        self,
+        request: StageRequest,
+        before: Callable[[], object] = bool,
+        after: Callable[[], object] = bool,
+    ) -> None:
+        super().__init__(request, TreeSource(request.source, RETRY))
+        self.fills = 0
+        self._before = before
+        self._after = after
+
+    def fill(
+        self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
+    ) -> list[bytes]:
+        self.fills += 1
+        if self.fills == 1:
+            self._before()
+        done = super().fill(plan, partial_dir, retry=retry, progress=progress)
+        self._after()
+        return done
+
+
+def kept_tree(base: Path, tmp_path: Path) -> None:
+    """Leave 3 MiB in the cache that nothing uses."""
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "data").write_bytes(bytes(3 * MIB))
+    job = CopyStager("1.0", bases=Bases(shm=str(base)), room=plain_room)
+    job.stage(StageRequest("old", str(old), target="shm", keep=True))
+    job.cleanup()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_disk_that_fills_up_midway_takes_the_cache_first(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, processes: int, *, has_cache: bool
+) -> None:
+    """What another one took since the check is made up by kept data that nothing uses, once."""
+    base = small_tmpfs("size=8m")
+    if has_cache:
+        kept_tree(base, tmp_path)
+    new = tmp_path / "new"
+    new.mkdir()
+    for number in range(8):
+        (new / str(number)).write_bytes(os.urandom(MIB // 2))
+    other = base / "of another user"
+    size = 3 * MIB if has_cache else 6 * MIB
+    request = StageRequest("data", str(new), target="shm")
+    supply = Meddled(request, before=lambda: other.write_bytes(bytes(size)))
+    supply._options = CopyOptions(processes=processes)
+    job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room)
+    if has_cache:
+        result = job.stage(request, supply)
+        assert result.evicted == (str(tmp_path / "old"),)
+        assert same(new, result.path)
+        assert supply.fills == 2
+    else:
+        with pytest.raises(StagingError, match="No space left"):
+            job.stage(request, supply)
+        assert supply.fills == 1
+        assert not list(base.glob("hpml-*/*@2.0"))
+    assert other.stat().st_size == size
+    job.cleanup()
+
+
+def test_the_manifest_counts_as_room(small_tmpfs: Callable[[str], Path], tmp_path: Path) -> None:
+    """Names alone take room: found before anything is copied."""
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(3000):
+        (many / f"{number:0250d}").touch()
+    base = small_tmpfs("size=512k")
+    stager = CopyStager("1", bases=Bases(shm=str(base)), room=plain_room)
+    supply = Meddled(StageRequest("data", str(many), target="shm"))
+    with pytest.raises(CapacityError):
+        stager.stage(supply.request, supply)
+    assert supply.fills == 0
+    need = scan_tree(str(many), RETRY).need(4096)
+    roomy = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=64m"))), room=plain_room)
+    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path).resolve()
+    written = (path.parent / ".data.manifest").stat().st_size
+    assert written <= need.bytes <= written + 4 * 4096
+    stager.cleanup()
+    roomy.cleanup()

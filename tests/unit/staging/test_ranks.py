@@ -18,38 +18,46 @@ import pytest
 from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
-from tests.unit.staging.conftest import same
+from tests.unit.staging.conftest import partials, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 RANK = """
-import os, sys
+import os, signal, sys, time
+from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.request import Bases, StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 300 files take 0.6 s at least
-    import time
-    time.sleep(0.004)
+    time.sleep(float(sys.argv[4]))
     return real(*arguments)
 os.readv = slow
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 def report(done, files, all_bytes, all_files):
     print("heard", files, all_files, flush=True)
 stager = CopyStager(
     sys.argv[3],
     bases=Bases(shm=sys.argv[1]),
     on_progress=report,
+    should_stop=lambda: bool(stop),
     options=CopyOptions(processes=2, threads=1),
 )
 keep = sys.argv[3] != "7.0"
-result = stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=keep))
+try:
+    result = stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=keep))
+except StagingError as error:
+    print(error, flush=True)
+    stager.cleanup()
+    sys.exit(8)
 print("reused" if result.reused else "copied", flush=True)
 sys.stdin.read()
 """
 FILES = 300
 RANKS = 9
-ENDS = ("copied", "reused")
+ENDS = ("copied", "reused", "stopped")
 
 
 @pytest.fixture
@@ -67,11 +75,11 @@ def rank(base: Path, many: Path, tmp_path: Path) -> Iterator[Callable[..., Rank]
     """Start ranks of one job; they are killed when the test ends."""
     started: list[Rank] = []
 
-    def start(key: str = "7.0") -> Rank:
+    def start(key: str = "7.0", pause: float = 0.004) -> Rank:
         log = tmp_path / f"rank{len(started)}"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", RANK, str(base), str(many), key],
+                [sys.executable, "-c", RANK, str(base), str(many), key, str(pause)],
                 stdin=subprocess.PIPE,
                 stdout=output,
             )
@@ -88,7 +96,7 @@ Rank = tuple[subprocess.Popen[bytes], Path]
 
 
 def end_of(one: Rank) -> str:
-    """Wait until a rank has the data; returns how it got them."""
+    """Wait until a rank has the data, or was stopped; returns how it got them."""
     process, log = one
 
     def said() -> str:
@@ -104,8 +112,7 @@ def copier(base: Path, ranks: dict[int, Rank]) -> int:
 
     def copying() -> int:
         with contextlib.suppress(FileNotFoundError):  # one that was listed is gone already
-            partial = base.glob("hpml-*/.cache/*/.data.partial-*")
-            pids = (int(path.name.split("-")[1]) for path in partial)
+            pids = (int(path.name.split("-")[1]) for path in partials(base))
             return next((pid for pid in pids if pid in ranks), 0)
         return 0
 
@@ -125,7 +132,7 @@ def test_the_one_that_stages_is_killed_while_others_wait(
     for _ in range(count):
         pid = copier(base, ranks)
         time.sleep(chance.uniform(0, 0.6))
-        is_published = bool(list(base.glob("hpml-*/.cache/*/data")))
+        is_published = bool(list(base.glob("hpml-*/*/data")))
         os.kill(pid, signal.SIGKILL)
         ranks.pop(pid)[0].wait()
         if is_published:
@@ -136,17 +143,49 @@ def test_the_one_that_stages_is_killed_while_others_wait(
     assert midway
     ends = sorted(end_of(one) for one in ranks.values())
     assert ends[1:] == ["reused"] * (len(ranks) - 1)
-    (published,) = base.glob("hpml-*/.cache/*/data")
+    (published,) = base.glob("hpml-*/*/data")
     assert same(published, many)
-    assert not list(base.glob("hpml-*/.cache/*/.data.partial-*"))
+    assert partials(base) == []
     for process, _ in ranks.values():
         process.kill()
         process.wait()
     key = next(keys)
     stager = CopyStager(key, bases=Bases(shm=str(base)))
-    assert stager.stage(StageRequest("data", str(many), target="shm")).reused
+    found = stager.stage(StageRequest("data", str(many), target="shm"))
+    assert found.reused == (jobs == "many"), "what went with its job is gone with its last rank"
     stager.cleanup()
     assert os.listdir(base) == ([] if jobs == "one" else [f"hpml-{os.getuid()}"])
+
+
+def test_one_that_waits_takes_over_from_one_that_is_stopped(
+    base: Path, rank: Callable[..., Rank]
+) -> None:
+    """The agent's stop is heard within a file, leaves nothing, and does not end the other."""
+    first = rank(pause=0.5)  # minutes, if it went on
+    copier(base, {first[0].pid: first})
+    second = rank()
+    eventually(lambda: has_open(second[0].pid, ".lease"), "it waits")
+    first[0].send_signal(signal.SIGTERM)
+    assert end_of(first) == "stopped"
+    assert first[0].wait() == 8
+    assert end_of(second) == "copied"
+    second[0].kill()
+    second[0].wait()
+    alone = rank("8.0", pause=0.5)
+    copier(base, {alone[0].pid: alone})
+    alone[0].send_signal(signal.SIGTERM)
+    assert end_of(alone) == "stopped"
+    assert alone[0].wait() == 8
+    assert os.listdir(base) == []
+
+
+def has_open(pid: int, name: str) -> bool:
+    """Return whether a process has a file of that name open now."""
+    with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        return any(
+            os.path.basename(os.readlink(fd)) == name for fd in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    return False
 
 
 def test_ranks_that_wait_hear_how_far_it_is(
@@ -194,9 +233,10 @@ def test_no_lock_is_on_the_source_nor_in_named_memory(
         line.split(maxsplit=5)[5]
         for process in family
         for line in Path(f"/proc/{process}/maps").read_text().splitlines()
-        if "/dev/shm/" in line  # semaphores whose name is gone again, too
+        # those of the executor lose theirs as they are made
+        if "/dev/shm/" in line and not line.endswith(" (deleted)")
     }
-    assert not (base / f"hpml-{os.getuid()}" / "7.0" / "data").exists(), "it was over too soon"
+    assert not list(base.glob("hpml-*/*/data")), "it was over too soon"
     assert locks, "one stager holds at least its own lock"
     assert locks <= ours
     assert named == set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.request import Bases, StageRequest, kind_of, target_path
+from hpml_orchestrator.staging.request import Bases, StageRequest, kind_of
+from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,18 +37,11 @@ def test_wrong_fields_are_named(field: str, values: dict[str, Any]) -> None:
     assert ("with kind file and mount it" in caught.value.hint) == ("squashfs" in values.values())
 
 
-@pytest.mark.parametrize("key", ["", ".hidden", "a/b", "..", "a b", "a\n"])
+@pytest.mark.parametrize("key", [".hidden", "a/b", "..", "a b", "a\n"])
 def test_job_keys_are_plain_names(key: str) -> None:
     """A job key that would leave the root or hide in it is refused."""
     with pytest.raises(InputError):
-        target_path("/dev/shm", 1, key, "x")
-
-
-def test_target_path_is_what_bash_computes() -> None:
-    """The batch script's expansion and the function give the same text."""
-    line = 'b=/dev/shm u=1000 k=4711.0 n=train; printf %s "${b%/}/hpml-$u/$k/$n"'
-    bash = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
-    assert target_path("/dev/shm/", 1000, "4711.0", "train") == bash.stdout
+        CopyStager(key)
 
 
 def test_local_needs_a_directory() -> None:

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import shutil
+import stat
 import subprocess
 import tarfile
 import time
@@ -20,14 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
-from hpml_orchestrator.packing.shards import PackRequest, pack
 from hpml_orchestrator.staging import archives
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.pack import PackRequest, pack
 from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult, kind_of
 from hpml_orchestrator.staging.stage import CopyStager
-from tests.unit.packing.conftest import contents as pack_contents
-from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
+from tests.unit.staging.packs import contents as pack_contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> N
     """Check that an archive is refused and that nothing of it is left."""
     with pytest.raises((StagingError, InputError), match=match):
         stage(stager, path, kind)
-    assert list_staged([stager.area("shm").store.base]) == []
+    assert list_staged([stager.store("shm").base]) == []
 
 
 @pytest.fixture(params=[1, 2])
@@ -83,7 +83,7 @@ def engine(base: Path, request: pytest.FixtureRequest) -> Iterator[CopyStager]:
 @pytest.mark.parametrize("kind", ["pack", "tar.gnu", "tar.posix", "tar.zst"])
 def test_a_tree_comes_back_the_same(
     engine: CopyStager,
-    tree: Path,  # noqa: F811
+    tree: Path,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_tree_comes_back_the_same(
 
 def test_a_pack_is_staged_as_it_is_when_asked(
     stager: CopyStager,
-    tree: Path,  # noqa: F811
+    tree: Path,
     tmp_path: Path,
 ) -> None:
     """With kind tree the shards are copied, which is quickest; auto unpacks."""
@@ -229,7 +229,7 @@ def test_damaged_and_compressed_shards_are_named(stager: CopyStager, tmp_path: P
     os.truncate(path / "data-00002.tar", 5000)
     refused(stager, path, r"data-00002\.tar: not a whole tar archive")
     shutil.copy(path / "data-00001.tar", path / "data-00002.tar")
-    refused(stager, path, r"is in the archive twice")
+    refused(stager, path, r"is in data-00001.tar and in data-00002.tar(.|\n)*")
     with gzip.open(path / "data-00002.tar", "wb") as stream:
         stream.write((path / "data-00001.tar").read_bytes())
     refused(stager, path, r"data-00002\.tar: is compressed")
@@ -317,3 +317,73 @@ def test_a_zstd_bomb_is_given_up_early(small_tmpfs: Callable[[str], Path], tmp_p
     with pytest.raises(CapacityError, match=r"at least 16\.0 MiB"):
         stage(stager, path)
     stager.cleanup()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pack_made_anew_is_staged_anew(base: Path, tmp_path: Path, keep: bool) -> None:
+    """Of the same size within the same second: its times are no finer, only the digests differ."""
+    top, packed = tmp_path / "tree", tmp_path / "packed"
+    for text in ("first", "later"):
+        top.mkdir()
+        (top / "x").write_text(text)
+        os.utime(top / "x", (1e9, 1e9))
+        pack(PackRequest(str(top), str(packed), workers=1))
+        stager = CopyStager("1.0", bases=Bases(shm=str(base)))
+        result = stager.stage(StageRequest("data", str(packed), target="shm", keep=keep))
+        assert (Path(result.path) / "x").read_text() == text
+        assert not result.reused
+        stager.leave()
+        shutil.rmtree(top)
+        shutil.rmtree(packed)
+    CopyStager("1.0", bases=Bases(shm=str(base))).cleanup()
+
+
+def test_a_hard_link_to_a_symbolic_link_arrives(stager: CopyStager, tmp_path: Path) -> None:
+    """So tar writes further names of a symbolic link; one that would lead outside is refused."""
+    top = tmp_path / "tree"
+    (top / "below").mkdir(parents=True)
+    (top / "file").write_text("file")
+    (top / "1").symlink_to("file")
+    os.link(top / "1", top / "below" / "2", follow_symlinks=False)
+    os.link(top / "1", top / "3", follow_symlinks=False)
+    path = tmp_path / "x.tar"
+    names = ["file", "1", "3", "below/2"]
+    subprocess.run(["tar", "-cf", path, "-C", top, *names], check=True)
+    result = Path(stage(stager, path).path)
+    assert [os.readlink(result / name) for name in names[1:]] == ["file"] * 3
+    (top / "below" / "up").symlink_to("../file")
+    os.link(top / "below" / "up", top / "up", follow_symlinks=False)
+    subprocess.run(["tar", "-cf", path, "-C", top, "file", "below/up", "up"], check=True)
+    with pytest.raises(StagingError, match="up: symbolic link that leaves the tree"):
+        stage(stager, path, name="again")
+
+
+def test_a_file_that_a_zip_closes_to_all_stays_closed(stager: CopyStager, tmp_path: Path) -> None:
+    """Mode 0 with a type is a mode; without one it is none, and then files are for all to read."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as target:
+        for name, mode in (("closed", stat.S_IFREG), ("unsaid", 0)):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 3 if mode else 0
+            info.external_attr = mode << 16
+            target.writestr(info, "x")
+    result = Path(stage(stager, path).path)
+    modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in result.iterdir()}
+    assert modes == {"closed": 0o400, "unsaid": 0o644}
+
+
+def test_implied_directories_and_odd_names(stager: CopyStager, tmp_path: Path) -> None:
+    """Directories that are not listed, repeated ones, `./` and odd bytes are all accepted."""
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, kind, mode, mtime in (
+            ("./a//b/\udcff\n-rf", tarfile.REGTYPE, 0o644, 0),
+            ("a/b", tarfile.DIRTYPE, 0o750, 0),
+            ("a/b/", tarfile.DIRTYPE, 0o700, 77),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode, info.mtime = kind, mode, mtime
+            tar.addfile(info)
+    below = Path(stage(stager, path).path) / "a" / "b"
+    assert (below / "\udcff\n-rf").is_file()
+    assert (stat.S_IMODE(below.stat().st_mode), below.stat().st_mtime) == (0o700, 77)

@@ -1,11 +1,13 @@
-"""Archives made by hand to do harm: each is refused, and nothing of it is written."""
+"""Archives made by hand to do harm, and what somebody planted: nothing is written."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
 import re
+import shutil
 import stat
 import struct
 import tarfile
@@ -20,10 +22,12 @@ import pytest
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import archives, members
 from hpml_orchestrator.staging.archives import TarSource
+from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.pack import PackRequest, pack
 from hpml_orchestrator.staging.request import StageRequest
-from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.stage import CopyStager, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +41,7 @@ def refused(stager: CopyStager, path: Path, match: str, *, outside_links: bool =
     request = StageRequest("data", str(path), target="shm", outside_links=outside_links)
     with pytest.raises((StagingError, InputError), match=match):
         stager.stage(request)
-    found = list_staged([stager.area("shm").store.base])
+    found = list_staged([stager.store("shm").base])
     assert [one for one in found if one.name != "fine"] == []
 
 
@@ -337,6 +341,7 @@ def test_absurd_ratios_are_refused(
                 target.writestr("zeros", bytes(size))
         if fine:
             assert stager.stage(StageRequest("fine", str(path), target="shm")).bytes == size
+            stager.cleanup()
         else:
             refused(stager, path, "bytes.? would become 4.0 MiB or more")
 
@@ -356,3 +361,57 @@ def test_a_zip_cut_anywhere_is_refused(stager: CopyStager, tmp_path: Path) -> No
     for at in range(0, len(whole), 19):
         path.write_bytes(whole[:at])
         refused(stager, path, "not a whole zip archive")
+
+
+def sources(source: Path, tmp_path: Path) -> dict[str, Path]:
+    """The same tree as all kinds of sources that are copied."""
+    with tarfile.open(tmp_path / "data.tar", "w") as tar:
+        tar.add(source, ".")
+    with tarfile.open(tmp_path / "data.tar.gz", "w:gz") as tar:
+        tar.add(source, ".")
+    shutil.make_archive(str(tmp_path / "data"), "zip", source)
+    pack(PackRequest(str(source), str(tmp_path / "data.pack"), 1 << 20))
+    kinds = ("tar", "tar.gz", "zip", "pack")
+    return {"tree": source, **{kind: tmp_path / f"data.{kind}" for kind in kinds}}
+
+
+def fill(path: Path, target: Path, processes: int) -> None:
+    """Copy into a directory as the stager does."""
+    retry = Retry(time.sleep, lambda: False)
+    opened = open_source(StageRequest("data", str(path), target="shm"), retry, 1 << 40)
+    with contextlib.closing(opened):
+        copy(
+            opened.plan(),
+            opened,
+            str(target),
+            options=CopyOptions(processes=processes),
+            retry=retry,
+            progress=CopyProgress(None),
+        )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["tree", "tar", "tar.gz", "zip", "pack"])
+@pytest.mark.parametrize("planted", ["link", "dangling link", "file", "directory link"])
+def test_nothing_is_written_through_what_somebody_planted(
+    source: Path, tmp_path: Path, kind: str, planted: str, processes: int
+) -> None:
+    """A link or file in place of a file, a link in place of a directory: all are refused."""
+    victim = tmp_path / "victim"
+    (victim / "deep").mkdir(parents=True)
+    (victim / "file").write_text("precious")
+    target = tmp_path / "target"
+    target.mkdir()
+    if planted == "link":
+        (target / "one.bin").symlink_to(victim / "file")
+    elif planted == "dangling link":
+        (target / "one.bin").symlink_to(victim / "new")
+    elif planted == "file":
+        os.link(victim / "file", target / "one.bin")
+    else:
+        (target / "a").symlink_to(victim)
+    with pytest.raises((StagingError, FileExistsError), match="File exists"):
+        fill(sources(source, tmp_path)[kind], target, processes)
+    assert (victim / "file").read_text() == "precious"
+    assert sorted(os.listdir(victim)) == ["deep", "file"]
+    assert os.listdir(victim / "deep") == []

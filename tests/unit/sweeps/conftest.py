@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import SchedulerError
+from hpml_orchestrator.jobfile.sweep import make_sweep
+from hpml_orchestrator.records.array import parse_array
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
-from hpml_orchestrator.spec.array import parse_array
-from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.sweeps import plan as plans
 from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.expand import make_plan

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.array import parse_array
 from hpml_orchestrator.records.events import append
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.sweeps.batches import read_batches
 from hpml_orchestrator.sweeps.controller import cancel, resume, top_up
 from hpml_orchestrator.sweeps.plan import SweepPlan, directory_of

@@ -11,11 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError
+from hpml_orchestrator.jobfile.schema import sweep_schema
+from hpml_orchestrator.jobfile.sweep import load_sweep
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.spec.schema import sweep_schema
-from hpml_orchestrator.spec.site import ResolvedSite
-from hpml_orchestrator.spec.sweep import load_sweep
+from hpml_orchestrator.site.model import ResolvedSite
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan
 
@@ -29,6 +29,7 @@ JOB: dict[str, Any] = {
 }
 STRONG = {"mode": "strong", "scale": {"ranks": [1, 2, 4]}}
 GPUS = {"resources": {"gpus": "a100:4", "time": "1:00:00"}}
+SAVING = {"checkpoint": True}
 
 
 def made(
@@ -53,7 +54,7 @@ def test_a_strong_sweep_keeps_the_global_batch(tmp_path: Path) -> None:
     assert len(planned.points) == 18
     assert {p.seed for p in planned.points} == {1, 2, 3, 4, 5, 6}
     four = next(p for p in planned.points if p.scale == 4)
-    args = planned.shapes[four.shape].job["args"]
+    args = planned.shapes[four.shape].job.args
     assert args[0] == "--batch-size={point.batch}"
     assert "--seed={point.seed}" in args
     assert four.variables["batch"] == "16"
@@ -115,10 +116,10 @@ def test_a_grid_has_all_combinations_and_few_shapes(tmp_path: Path) -> None:
     )
     shape = planned.shapes[point.shape]
     assert point.variables["lr"] == "1e-05"
-    assert {"--amp", "--seed={point.seed}", "data.path={point.data_path}"} < set(shape.job["args"])
-    assert shape.job["args"][1:3] == ["--lr", "{point.lr}"]
-    assert shape.job["environment"]["variables"] == {"MODE": "{point.mode}"}
-    assert shape.fixed["resources.cpus_per_rank"] == shape.job["resources"]["cpus_per_rank"]
+    assert {"--amp", "--seed={point.seed}", "data.path={point.data_path}"} < set(shape.job.args)
+    assert shape.job.args[1:3] == ("--lr", "{point.lr}")
+    assert shape.job.environment.variables == {"MODE": "{point.mode}"}
+    assert shape.fixed["resources.cpus_per_rank"] == shape.job.resources.cpus_per_rank
 
 
 @pytest.mark.parametrize("order", ["interleaved", "random", "written"])
@@ -178,13 +179,31 @@ def test_a_plan_on_disk_is_the_same_plan(tmp_path: Path) -> None:
         plan.resolve(store, "toy-strong")
 
 
+def test_a_plan_of_another_version_is_read(tmp_path: Path) -> None:
+    """Fields of a job that this version does not know are left out; a damaged job is named."""
+    store, planned = Store(tmp_path / "records"), made(tmp_path, STRONG)
+    path = plan.write(store, planned) / "plan.json"
+    record = json.loads(path.read_text())
+    for shape in record["shapes"]:
+        shape["job"] |= {"colour": "red"}
+        shape["job"]["resources"] |= {"watts": 300}
+        del shape["job"]["checkpoint"]  # as before jobs had it
+    path.write_text(json.dumps(record))
+    assert plan.resolve(store, "last") == planned
+    for job, why in (({"name": 7}, "name: 7 is not of type str"), (7, "7 is not a mapping")):
+        record["shapes"][0]["job"] = job
+        path.write_text(json.dumps(record))
+        with pytest.raises(RecordError, match=rf"plan.json is damaged: (.|\n)*{why}"):
+            plan.resolve(store, "last")
+
+
 def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
     """A population's first generation has no checkpoint to resume."""
     axes = {"--lr": {"low": 0.001, "high": 0.1, "log": True}}
     planned = made(tmp_path, {"mode": "pbt", "axes": axes})
     first = plan.point_of(planned, 0, {"--lr": 0.01})
     later = plan.point_of(planned, 9, {"--lr": 0.02}, checkpoint="/runs/a/checkpoint.pt")
-    jobs = [planned.shapes[point.shape].job["args"] for point in (first, later)]
+    jobs = [planned.shapes[point.shape].job.args for point in (first, later)]
     assert [any("--checkpoint-from" in word for word in args) for args in jobs] == [False, True]
     assert later.variables["checkpoint"] == "/runs/a/checkpoint.pt"
 
@@ -197,6 +216,48 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
 def pattern(text: str) -> dict[str, Any]:
     """The fields of a grid that is judged by a pattern of the output."""
     return grid([1, 2]) | {"search": {"metric": {"pattern": text}}}
+
+
+FIGURES = {"metric": ["validation_accuracy", "total_seconds"]}
+
+
+def heads(when: dict[str, Any], mode: str = "grid") -> dict[str, Any]:
+    """The fields of a sweep, one of whose axes applies under a condition."""
+    axes: dict[str, Any] = {
+        "--model": ["cnn", "vit"],
+        "--heads": {"values": [2, 4], "when": when},
+        "--depth": {"values": [1, 2], "when": {"--heads": [4]}},
+        "--amp": {"values": [True, False], "when": {"--model": "vit"}},
+        "resources.cpus_per_rank": {"values": [1, 2], "when": {"--model": "cnn"}},
+    }
+    axes |= {"--rate": {"low": 0, "high": 1}} if mode == "bayes" else {}
+    return {"mode": mode, "axes": axes, "repeats": 1}
+
+
+def test_an_axis_with_a_condition_is_left_out_elsewhere(tmp_path: Path) -> None:
+    """Each combination occurs once; its job has the argument, flag or field only if it applies."""
+    args = ["--model=cnn", "--heads", "8", "--seed=1"]
+    planned = made(tmp_path, heads({"--model": "vit"}), args=args)
+    cnn = [{"--model": "cnn", "resources.cpus_per_rank": cpus} for cpus in (1, 2)]
+    few = [{"--model": "vit", "--heads": 2, "--amp": amp} for amp in (True, False)]
+    many = [
+        {"--model": "vit", "--heads": 4, "--depth": depth, "--amp": amp}
+        for depth, amp in itertools.product((1, 2), (True, False))
+    ]
+    found = sorted([dict(point.values) for point in planned.points], key=str)
+    assert found == sorted([*cnn, *few, *many], key=str)
+    for point in planned.points:
+        job, values = planned.shapes[point.shape].job, point.values
+        given = {"--heads", "--depth", "--amp"} & {word.partition("=")[0] for word in job.args}
+        assert given == {name for name in values if values[name] and name.startswith("--")} - {
+            "--model"
+        }
+        assert "8" not in job.args
+        assert job.resources.cpus_per_rank == values.get("resources.cpus_per_rank", 1)
+        assert planned.placeholders["--depth"] not in point.variables or "--depth" in values
+    listed = [many[0], cnn[1]]
+    again = made(tmp_path, heads({"--model": "vit"}) | {"combinations": listed})
+    assert sorted([dict(point.values) for point in again.points], key=str) == listed[::-1]
 
 
 def test_listed_combinations_run_and_no_others(tmp_path: Path) -> None:
@@ -253,6 +314,27 @@ def test_a_pattern_names_its_figure(tmp_path: Path, text: str, name: str) -> Non
         (pattern("(l)(o)"), {}, "search.metric.pattern", "the number, and has 2"),
         (grid([1, 2]) | {"combinations": [{"--lr": 3}]}, {}, "", "a value of each axis"),
         (grid([1, 2]) | {"combinations": [{}]}, {}, "", "combinations.0: must have a value of"),
+        (heads({"--modle": "vit"}), {}, "", "--modle is no axis; did you mean --model"),
+        (heads({"--model": "mlp"}), {}, "", "--model never is mlp, but one of cnn, vit"),
+        (heads({"--rate": 1}, "bayes"), {}, "", "--rate is a range; name an axis with a list"),
+        (heads({"--depth": 1}), {}, "", "axes.--heads.when: --heads and --depth form a circle"),
+        (heads({}), {}, "axes.--heads.when", "1 or more entries"),
+        (grid([1, 2]) | {"search": FIGURES}, {}, "", "direction: must have one direction for each"),
+        (grid([1]) | {"search": {"direction": ["minimize"] * 2}}, {}, "", "as many figures"),
+        (
+            grid({"low": 1, "high": 2}, mode="pbt")
+            | {"search": FIGURES | {"direction": ["maximize", "minimize"]}},
+            {},
+            "",
+            "several figures belong to random, bayes and grid, not pbt",
+        ),
+        (
+            grid({"values": [8], "when": {"--m": 1}}, "--batch-size")
+            | {"axes": {"--m": [1, 2], "--batch-size": {"values": [8], "when": {"--m": 1}}}},
+            {},
+            "axes.--batch-size.when",
+            "are planned",
+        ),
         (STRONG | {"scale": {"ranks": [1], "nodes": [1]}}, {}, "scale", "one of nodes, ranks"),
         (STRONG | {"scale": {"ranks": [3]}}, {}, "batch.size", "cannot be divided over 3"),
         ({"mode": "weak", "scale": {"nodes": [200_000]}}, {}, "resources.nodes", "at most"),
@@ -263,6 +345,7 @@ def test_a_pattern_names_its_figure(tmp_path: Path, text: str, name: str) -> Non
         (STRONG | {"scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
         (STRONG, {"array": "0-3"}, "array", "a single job"),
         (STRONG, {"checkpoint": {"directory": "/a"}}, "checkpoint.directory", "every run of the"),
+        (grid(["x", "/a"], "checkpoint.directory"), SAVING, "checkpoint.directory", "every run of"),
         (STRONG | {"exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is not an axis"),
         (STRONG | {"exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
         (STRONG | {"budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),
@@ -308,7 +391,7 @@ def test_an_axis_is_set_in_the_arguments_or_the_variable(
     planned = made(tmp_path, grid([1, 2], axis), **job)
     name = planned.placeholders[axis]
     wanted = [word.format(f"{{point.{name}}}") for word in args]
-    found = planned.shapes[0].job["args"]
+    found = planned.shapes[0].job.args
     assert [word.replace("{point.seed}", "7") for word in found] == wanted
 
 
@@ -316,8 +399,12 @@ def test_the_schema_accepts_what_is_accepted(tmp_path: Path) -> None:
     """An editor with the schema agrees with hpml on good files and on unknown fields."""
     schema = sweep_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    good = {"base": "job.yaml", **STRONG, "axes": {"--lr": [0.1, "x", True]}, "repeats": 2}
+    conditional = {"values": [2, 4], "when": {"--lr": ["x", True]}}
+    axes = {"--lr": [0.1, "x", True], "--heads": conditional}
+    good = {"base": "job.yaml", **STRONG, "axes": axes, "repeats": 2}
+    several = FIGURES | {"direction": ["maximize", "minimize"]}
     made(tmp_path, good)
     jsonschema.validate(good, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**good, "nonsense": 1}, schema)
+    jsonschema.validate({"base": "job.yaml", **grid([1, 2]), "search": several}, schema)

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from hpml_orchestrator.cli.sweeptext import print_summary
 from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.spec.sweep import SEARCHES, Sweep
+from hpml_orchestrator.jobfile.sweep import SEARCHES, Sweep
 from hpml_orchestrator.sweeps.plan import Point, directory_of
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.search import STUDY, Searcher, check_search, open_search
@@ -35,6 +35,17 @@ MIXED = {
     "--nesterov": [True, False],
     "--augment": ["none", "flip", 3, 0.5],
     "--depth": [2],
+}
+
+NETS = {
+    "--model": ["cnn", "vit"],
+    "--heads": {"low": 1, "high": 8, "when": {"--model": "vit"}},
+    "--depth": {"values": [1, 2], "when": {"--heads-kind": "deep"}},
+    "--heads-kind": {"values": ["flat", "deep"], "when": {"--model": "vit"}},
+}
+FIGURES: dict[str, Any] = {
+    "metric": ["validation_accuracy", "total_seconds"],
+    "direction": ["maximize", "minimize"],
 }
 
 
@@ -130,7 +141,7 @@ def leave_checkpoint(trials: Trials, point: Point) -> int:
     return done
 
 
-@pytest.mark.parametrize("name", ["tpe", "gp", "random", "evolution", "pbt"])
+@pytest.mark.parametrize("name", ["tpe", "gp", "cmaes", "random", "evolution", "pbt"])
 def test_no_trial_is_lost_or_made_twice(name: str, folder: SweepFolder) -> None:
     """Dropped twice, with a proposal that nobody recorded: it ends as one that was not dropped."""
 
@@ -256,6 +267,39 @@ def test_values_are_those_of_the_axes(mode: str, folder: SweepFolder) -> None:
         assert kinds == [int, int, float, bool]
 
 
+@pytest.mark.parametrize("mode", ["random", "bayes", "evolution"])
+def test_an_axis_is_drawn_only_if_it_applies(mode: str, folder: SweepFolder) -> None:
+    """A trial has no value of the others, in the study and in its points."""
+    train = lambda point: float(point.values.get("--heads", 2))  # noqa: E731
+    trials = Trials(folder, mode, train, axes=NETS, trials=24, population=6, repeats=1)
+    made = [trial.params for trial in trials.search().trials]
+    assert [point.values for point in trials.points] == made
+    for values in made:
+        wanted = {"--model"} | (
+            {"--heads", "--heads-kind"} if values["--model"] == "vit" else set()
+        )
+        wanted |= {"--depth"} if values.get("--heads-kind") == "deep" else set()
+        assert values.keys() == wanted
+    assert len({frozenset(values) for values in made}) == 3
+
+
+def test_a_trial_of_several_figures_has_all_of_them(folder: SweepFolder) -> None:
+    """Or it failed; the study is one of Optuna with both directions, which learns from both."""
+    trials = Trials(folder, "bayes", trials=20, repeats=1, **FIGURES)
+    trials.propose(4)
+    for number, accuracy in enumerate([0.9, 0.8, None, 0.7]):
+        told = {} if accuracy is None else {"validation_accuracy": accuracy}
+        seconds = 10.0 * (number + 1)
+        row = PointRow(number, run="run", state="COMPLETED", over=True, result=told)
+        trials.rows.append(replace(row, total_seconds=seconds, metric=accuracy))
+    trials.propose(16)
+    study = trials.study()
+    assert [one.name for one in study.directions] == ["MAXIMIZE", "MINIMIZE"]
+    assert [one.values for one in study.trials[:4]] == [[0.9, 10.0], [0.8, 20.0], None, [0.7, 40.0]]
+    assert [one.number for one in study.best_trials] == [0]
+    assert len(study.trials) == 20
+
+
 def test_evolution_follows_its_parents(folder: SweepFolder) -> None:
     """A parent is among the best of the youngest; a child differs from its parents in one value."""
     settings: dict[str, Any] = {"population": 6, "tournament": 5, "direction": "minimize"}
@@ -360,6 +404,17 @@ def test_a_bad_trial_is_stopped(pruner: str, folder: SweepFolder) -> None:
         ("pbt", {"pruner": "median"}, "search.pruner: must be none"),
         ("bayes", {"pruner": "halving", "repeats": 2}, "search.pruner: must be none"),
         ("random", {"exclude": [{"--lr": 0.1}]}, "exclude: .* leave the values out"),
+        ("bayes", {"sampler": "cmaes"}, "search.sampler: needs `pip install cmaes`"),
+        ("bayes", {"sampler": "cmaes", "axes": MIXED}, "two or more axes, all of them ranges"),
+        ("bayes", {"sampler": "cmaes", **FIGURES}, "is for one figure; use tpe for several"),
+        ("bayes", {"sampler": "gp", "axes": NETS}, "draws axes with `when` at random; use tpe"),
+        ("pbt", {"axes": NETS}, "axes: must have no `when` in mode pbt"),
+        ("random", {"pruner": "median", **FIGURES}, "must be none with several figures"),
+        (
+            "random",
+            {**FIGURES, "metric": ["score", "seconds_to_accuracy"]},
+            "a time to a target is none of several figures",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -367,6 +422,7 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     """At planning, with the field and what would be right; here torch is missing too."""
     monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "cmaes", None)
     with pytest.raises(InputError, match=error):
         check_search(Sweep.model_validate({"base": "/job.yaml", **fields_of(mode, **settings)}))
 
@@ -380,6 +436,8 @@ def test_settings_that_cannot_work_are_refused(
         ("bayes", {"axes": MIXED}, "TPE; the first 8 of 20 trials are spread evenly (Sobol)"),
         ("bayes", {"sampler": "tpe"}, "TPE; the first 8 of 20 trials are spread evenly (Sobol)"),
         ("bayes", {"budget": {"parallel": 12}}, "GP (Gaussian process); the first 12 of 20 trials"),
+        ("bayes", {"sampler": "cmaes"}, "CMA-ES, from the middle of the ranges; the first 4 of 20"),
+        ("bayes", FIGURES, "TPE; the first 8 of 20 trials are spread evenly (Sobol)"),
         ("random", {}, "random: all 20 trials"),
         (
             "evolution",

@@ -43,7 +43,7 @@ def trial(
         run.label,
         "COMPLETED",
         over=True,
-        job=run.record()["job"],
+        job=run.requested_job(),
         channel=channel,
         elapsed_seconds=3600,
         phases={"staging": 10, "start-up": 20, "training": 3560, "end": 10},
@@ -59,11 +59,11 @@ def test_both_jobs_run_in_turn_with_the_same_seeds(desk: Desk) -> None:
     assert [point.variables["seed"] for point in planned.points] == list("112233445566")
     assert [len(block) for block in planned.blocks] == [2] * 6
     original, changed = (plans.job_of(planned, shape, "0").job for shape in planned.shapes)
-    assert original.args == ["--workers=0", "--seed={point.seed}"]
-    assert changed.args == ["--workers=2", "--seed={point.seed}"]
+    assert original.args == ("--workers=0", "--seed={point.seed}")
+    assert changed.args == ("--workers=2", "--seed={point.seed}")
     assert (original.resources.cpus_per_rank, changed.resources.cpus_per_rank) == (1, 3)
     for job in (original, changed):
-        assert (job.collect, job.resources.mail, job.resources.time) == ([], None, "00:33:00")
+        assert (job.collect, job.resources.mail, job.resources.time) == ((), None, 1980)
     assert planned.spec.parallel == 1
     text = "\n".join(summary_lines(planned))
     for part in (
@@ -79,7 +79,7 @@ def test_without_a_channel_runs_are_whole(desk: Desk) -> None:
     planned = trial(desk.ran(JOB), channel=False, repeats=2)
     assert planned.trial is not None
     assert planned.trial.seconds == 0
-    assert planned.shapes[0].job["resources"]["time"] == "10-00:00:00"
+    assert planned.shapes[0].job.resources.time == 864000
     assert "4 runs" in (text := "\n".join(summary_lines(planned)))
     assert "about 4 node-hours" in text
 
@@ -89,11 +89,11 @@ def test_a_task_of_an_array_is_tried_by_itself(desk: Desk) -> None:
     text = JOB.replace("--seed=7", '"--fold={array.index}"') + "array: 0-4\n"
     planned = trial(replace(desk.ran(text), index=3))
     jobs = [shape.job for shape in planned.shapes]
-    assert [job["args"] for job in jobs] == [
-        ["--workers=0", "--fold=3"],
-        ["--workers=2", "--fold=3"],
+    assert [job.args for job in jobs] == [
+        ("--workers=0", "--fold=3"),
+        ("--workers=2", "--fold=3"),
     ]
-    assert [job["array"] for job in jobs] == [None, None]
+    assert [job.array for job in jobs] == [None, None]
     assert planned.placeholders == {}
 
 
@@ -103,6 +103,8 @@ def test_a_task_of_an_array_is_tried_by_itself(desk: Desk) -> None:
         ("", Change("pin the memory"), "no advice for this run changes its job file"),
         ("checkpoint: {directory: /mine}\n", WORKERS, "would be the directory of every run"),
         ("environment: {variables: {SUBMITIT_EXECUTOR: x}}\n", WORKERS, "has no job file"),
+        ("", Change("share", "resources.ranks_per_gpu", 2), "ranks_per_gpu: needs GPUs to share"),
+        ("", Change("more", "resources.cpus_per_rank", 10**6), "cpus_per_rank: must be at most"),
     ],
 )
 def test_what_cannot_be_tried(desk: Desk, more: str, change: Change, part: str) -> None:

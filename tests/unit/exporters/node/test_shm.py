@@ -24,7 +24,7 @@ UID = os.getuid()
 OTHER = 12345
 MIB = 1 << 20
 ROOT = f"hpml-{UID}"
-JOB = f"{ROOT}/cluster-41"
+JOB = f"{ROOT}/data@cluster-41"
 as_root = pytest.mark.skipif(UID != 0, reason="needs root to make files of others, and mounts")
 
 
@@ -55,23 +55,18 @@ def put(path: Path, size: int = MIB, owner: int = UID) -> None:
     os.chown(path, owner, owner)
 
 
-def stage(place: Path, key: str, *, keep: bool = False) -> None:
-    """Stage three files, of 3 MiB together, with the real stager."""
+def stage(place: Path, key: str = "", *, keep: bool = False) -> Path:
+    """Stage three files, of 3 MiB together, with the real stager; returns the entry."""
     source = place.with_name(f"{place.name}-source")
     for number in range(3):
         put(source / f"{number}")
     try:
         stager = CopyStager(key)
-        stager.stage(StageRequest("data", str(source), target=str(place), keep=keep))
+        path = stager.stage(StageRequest("data", str(source), target=str(place), keep=keep)).path
         stager.leave()
     finally:
         shutil.rmtree(source)
-
-
-def stage_twice(place: Path) -> None:
-    """Stage a dataset for two jobs that share the copy."""
-    stage(place, "cluster-41", keep=True)
-    stage(place, "cluster-42", keep=True)
+    return Path(path).parent
 
 
 def link(place: Path, name: str, target: str) -> None:
@@ -80,12 +75,11 @@ def link(place: Path, name: str, target: str) -> None:
     (place / name).symlink_to(target)
 
 
-def cached(place: Path, linked: str) -> None:
-    """A cached dataset with a link on the way to its manifest."""
-    put(place / "elsewhere/key/x", 0)
-    (place / "elsewhere/key/.data.manifest").write_text('{"bytes": 9000000}\n')
-    link(place, f"{ROOT}/{linked}", f"{place}/elsewhere{linked.removeprefix('.cache')}")
-    link(place, f"{JOB}/data", "../.cache/key/data")
+def linked(place: Path, name: str, target: str) -> None:
+    """A link in a job's entry, or in place of it, to 9 MB that another program published."""
+    put(place / "elsewhere/data/x", 0)
+    (place / "elsewhere/.data.manifest").write_text('{"bytes": 9000000}\n')
+    link(place, f"{ROOT}/{name}", f"{place}/elsewhere{target}")
 
 
 def several_names(place: Path) -> None:
@@ -104,7 +98,7 @@ def deep(place: Path) -> None:
 
 def another_s_root(place: Path) -> None:
     """A directory of another user that pretends to be ours."""
-    put(place / JOB / "x", owner=OTHER)
+    put(place / JOB / "data/x", owner=OTHER)
     for path in (place / ROOT, place / JOB):
         os.chown(path, OTHER, OTHER)
 
@@ -122,17 +116,20 @@ CASES: dict[str, Case] = {
     "files of one": (lambda place: put(place / "x"), (UID,), (1,)),
     "of a user with two jobs": (lambda place: put(place / "x"), (UID, UID), (0, 0)),
     "staged": (lambda place: stage(place, "cluster-41"), (UID, UID), (3, 0)),
-    # a shell's directory ends in the time when it started, which may be the number of a job
-    "staged by a shell": (lambda place: stage(place, "shell-7-41"), (UID, UID), (0, 0)),
-    "staged by the only job's shell": (lambda place: stage(place, "shell-7-43"), (UID,), (3,)),
-    "kept by a shell": (lambda place: stage(place, "shell-7-41", keep=True), (UID, UID), (0, 0)),
-    "a cluster named shell": (lambda place: stage(place, "shell-41"), (UID, UID), (3, 0)),
+    "staged by hand": (stage, (UID, UID), (0, 0)),
+    "staged by hand, of the only job's user": (stage, (UID,), (3,)),
+    "kept, used by nobody": (lambda place: stage(place, "c-41", keep=True), (UID, UID), (0, 0)),
+    "what a job writes": (lambda place: put(place / ROOT / "@c-41/shm.dir/x"), (UID, UID), (1, 0)),
+    "no entry": (lambda place: put(place / ROOT / "x"), (UID,), (1,)),
     "a cluster named local": (lambda place: stage(place, "local-hpc-41"), (UID, UID), (3, 0)),
     "no job's number": (lambda place: stage(place, "cluster-41.0"), (UID, UID), (0, 0)),
-    "a cached dataset": (stage_twice, (UID, UID, UID), (3, 3, 0)),
     "a link": (lambda place: link(place, "x", "/usr/bin"), (UID,), (0,)),
-    "a linked cache": (lambda place: cached(place, ".cache"), (UID, UID), (0, 0)),
-    "a linked cache entry": (lambda place: cached(place, ".cache/key"), (UID, UID), (0, 0)),
+    "a linked entry": (lambda place: linked(place, "data@c-41", ""), (UID, UID), (0, 0)),
+    "a linked manifest": (
+        lambda place: linked(place, "data@c-41/.data.manifest", "/.data.manifest"),
+        (UID, UID),
+        (0, 0),
+    ),
     "several names": (several_names, (UID,), (4,)),
     "one of several names": (several_names, (UID, UID), (1, 0)),
     "a deep tree": (deep, (UID,), (1,)),
@@ -156,6 +153,38 @@ def test_whose_it_is(
     """The memory of each job, to some pages of directories, locks and manifests."""
     lay_out(place)
     assert [size // MIB for size in job_bytes(place, *users).values()] == list(mebibytes)
+
+
+LOCKS = """
+import fcntl, sys
+lease = open(sys.argv[1])
+fcntl.flock(lease, fcntl.LOCK_SH)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_kept_data_counts_for_the_jobs_that_use_it(place: Path) -> None:
+    """By the locks of their processes, until these end; not for the user's other jobs."""
+    lease = stage(place, "cluster-41", keep=True) / ".lease"
+    command, pipe = [sys.executable, "-c", LOCKS, str(lease)], subprocess.PIPE
+    users = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for _ in range(2)]
+    for process in users:
+        assert process.stdout is not None
+        process.stdout.readline()
+    given = context(shm=place)
+    post(given.jobs, {"41": (UID, [users[0].pid]), "42": (UID, [users[1].pid]), "43": (UID, [])})
+    collector = make(given)
+
+    def seen() -> list[float]:
+        found = sampled(collector)
+        return [found["hpml_job_shm_bytes", "", str(job)] // MIB for job in (41, 42, 43)]
+
+    assert seen() == [3, 3, 0]
+    users[0].communicate()
+    assert seen() == [0, 3, 0]
+    users[1].communicate()
+    assert seen() == [0, 0, 0]
 
 
 def test_a_local_run_has_its_own_data(place: Path) -> None:
@@ -185,15 +214,16 @@ def test_a_manifest_is_read_with_care(place: Path) -> None:
     texts = '{"bytes": 1e300};{"bytes": -5};{"bytes": true};[1];é'
     lines = [*texts.encode("latin-1").split(b";"), b"[" * 60000]
     for number, line in enumerate(lines):
-        put(place / JOB / f"{number}/x")
-        (place / JOB / f".{number}.manifest").write_bytes(line)
+        put(place / f"{ROOT}/{number}@cluster-41/data/x")
+        (place / f"{ROOT}/{number}@cluster-41/.data.manifest").write_bytes(line)
     total = job_bytes(place, UID)["41"]
     assert total // MIB == len(lines)
-    for name in ("data", "pipe", "endless"):
-        put(place / JOB / name / "x", 0)
-    (place / JOB / ".data.manifest").write_text('{"bytes": 1000000000000000000}\n')
-    os.mkfifo(place / JOB / ".pipe.manifest")
-    (place / JOB / ".endless.manifest").symlink_to("/dev/zero")
+    manifests = [place / ROOT / f"{name}@cluster-41/.data.manifest" for name in "abc"]
+    for manifest in manifests:
+        put(manifest.parent / "data/x", 0)
+    manifests[0].write_text('{"bytes": 1000000000000000000}\n')
+    os.mkfifo(manifests[1])
+    manifests[2].symlink_to("/dev/zero")
     size = sampled(make(context(shm=place)))["hpml_shm_size_bytes",]
     assert job_bytes(place, UID) == {"41": size + total + 4096}
 

@@ -15,7 +15,8 @@ from hpml_exporters.training.collector import make
 
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.channel import attempt_channel
-from hpml_orchestrator.node.options import parse_options
+from hpml_orchestrator.node.options import AgentOptions
+from hpml_orchestrator.records.job import Job
 from tests.patience import eventually
 from tests.unit.exporters.collectors.reading import Series, context, post, sampled
 from tests.unit.node.conftest import Node
@@ -57,7 +58,7 @@ def trained(tmp_path: Path, *command: object) -> list[Figures]:
     assert status == 0
     attempt = attempt.strip()
     name = attempt_channel(node.environment("1"), attempt)
-    agent = node.start("agent", attempt, HPML_EXPORTER_SOCKET=str(run / "exporter.sock"))
+    agent = node.start("agent", *node.places, HPML_EXPORTER_SOCKET=str(run / "exporter.sock"))
     series: list[Figures] = []
     try:
         post(told.jobs, {"1": (os.getuid(), [agent.pid])})
@@ -136,7 +137,7 @@ def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(key, value)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     collector = make(context(cluster="c", job=JobFacts("1"), feed_fd=theirs.fileno()))
-    agent = Agent(parse_options([attempt.strip()]), node="n1")
+    agent = Agent(AgentOptions(Path(attempt.strip()), Job("probe")), node="n1")
     agent._feed.add_socket(ours)
     agent._feed.take(0, 11, {"samples_total": 32, "steps_total": 4})
     (Path(attempt.strip()) / "over").touch()

@@ -11,10 +11,11 @@ import pytest
 
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
+from hpml_orchestrator.records.job import Binding
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.reporting.binding import read_binding
 
-LOCAL = {"policy": "gpu-local", "verify": "warn"}
+LOCAL = Binding(policy="gpu-local", verify="warn")
 
 
 def rank(number: int, local: int, *wrong: str, live: bool = True) -> RankProof:
@@ -101,7 +102,7 @@ WRONG = (rank(0, 0, "first", "second"), rank(1, 1, "first"), rank(2, 2), rank(3,
 OWN = tuple(rank(number, number, live=number > 0) for number in range(4))
 FAR = "GPU 0000:01:00.0 is next to NUMA domain 3, where no CPU is allowed"
 FAILED = "; the job failed for it (verify: strict)"
-OFF = {**LOCAL, "verify": "off"}
+OFF = Binding(policy="gpu-local", verify="off")
 
 
 ONE = node(0, ranks=(rank(0, 0, "off"),), expected=1)
@@ -119,7 +120,7 @@ DONE, FATAL = (0, "completed"), (79, "binding")
         ([ODD, node(1)], [], None, LOCAL, "2 of 8 ranks WRONG"),
         ([ONE], [], FATAL, None, f"1 of 1 rank WRONG{FAILED}"),
         ([node(0, policy="none")], [], None, LOCAL, "none: nothing was bound"),
-        ([], [0], None, {"policy": "none"}, "none: nothing was bound"),
+        ([], [0], None, Binding(policy="none"), "none: nothing was bound"),
         ([], [0], None, OFF, "not proven: gpu-local, verify is off"),
         ([], [0, 1], None, LOCAL, "not proven: gpu-local, no rank verified so far"),
         ([], [0], DONE, LOCAL, "not proven: gpu-local, no rank verified"),
@@ -135,7 +136,7 @@ def test_the_binding_in_one_line(
     proofs: list[NodeProof],
     records: list[int],
     ended: tuple[int, str] | None,
-    asked: object,
+    asked: Binding | None,
     line: str,
 ) -> None:
     """Wrong, unproven, missing and unbound ranks are distinguished."""

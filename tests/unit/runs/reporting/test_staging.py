@@ -100,7 +100,7 @@ def test_results_of_a_node_that_was_killed_meanwhile(tmp_path: Path) -> None:
         return False
 
     with pytest.raises(KilledError):
-        results.collect(killed)
+        results.collect(killed, {})
     told = read_json(attempt / "nodes" / "n1.collected.json")
     assert collected_lines([told], ["first", "second"], ["n2"]) == [
         f"first: 1 file, 5 bytes in {tmp_path}/results/train-1/n1/first",

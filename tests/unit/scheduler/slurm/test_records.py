@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpml_orchestrator.records.units import read_count
 from hpml_orchestrator.scheduler.cluster import Gres
 from hpml_orchestrator.scheduler.slurm.records import (
     node_from,
@@ -19,7 +20,6 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_tres,
     partition_from,
 )
-from hpml_orchestrator.spec.values import read_count
 
 DATA = Path(__file__).parent / "data"
 NODE = """\

@@ -45,12 +45,14 @@ def room(path):
     return Room(node["room"], "a test", None, 4096, False) if node["room"] is not None else found
 exec(node["before"])
 stager = CopyStager("7.0", bases=Bases(shm=node["base"]), should_stop=lambda: bool(stop), room=room)
-request = StageRequest("data", node["source"], kind=node["kind"], target="shm")
+request = StageRequest(
+    "data", node["source"], kind=node["kind"], target="shm", keep=node["keep"]
+)
 status = 0
 try:
     place = ChainPosition(
         f"{node['attempt']}/chain/data", lambda: bool(stop), node["index"], node["nodes"],
-        f"n{node['index']}", interfaces=node["interfaces"], timeout=node["timeout"],
+        node["node"] or f"n{node['index']}", interfaces=node["interfaces"], timeout=node["timeout"],
         join_seconds=node["join_seconds"],
         come_seconds=node.get("come_seconds", node["join_seconds"]),
     )
@@ -102,8 +104,9 @@ class Nodes:
         return self.root / f"base{index}"
 
     def data(self, index: int) -> Path:
-        """Return the directory of a node's data, which the job's name links to."""
-        return (self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data").resolve()
+        """Return the directory of a node's data, kept or not."""
+        found = self.base(index).glob("hpml-*/*/data")
+        return next(found, self.base(index) / "nothing")
 
     def start(self, *indices: int, prefix: tuple[str, ...] = (), **options: Any) -> None:
         """Start the named nodes, or all."""
@@ -124,10 +127,12 @@ class Nodes:
                 "options": {"processes": 2},
                 "rates": {},
                 "interfaces": ["lo"],
+                "node": "",
                 "room": None,
                 "umask": None,
                 "before": "",
                 "stay": False,
+                "keep": False,
                 "clean": False,
                 **self.options,
                 **options,
@@ -195,7 +200,7 @@ def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
 
     def some() -> bool:
         try:
-            found = list(base.glob("hpml-*/.cache/*/.data.partial-*/*"))
+            found = list(base.glob("hpml-*/*/.data.partial-*/*"))
             return any(path.is_file() and path.stat().st_size for path in found)
         except FileNotFoundError:  # published or removed during this look
             return False

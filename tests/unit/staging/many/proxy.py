@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 THROUGH_PROXY = """
-import hpml_orchestrator.staging.chain as C
-_connect = C.connect
-C.connect = lambda address, port, *rest: _connect("127.0.0.1", {port}, *rest)
+import socket
+_connect = socket.create_connection
+socket.create_connection = lambda address, timeout: _connect(("127.0.0.1", {port}), timeout)
 """
 
 

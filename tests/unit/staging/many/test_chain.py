@@ -94,7 +94,7 @@ def test_old_isolated_interpreters_will_do(job: Callable[..., Nodes], tree: Path
 
 def test_a_node_that_cannot_hash_alike_is_named(job: Callable[..., Nodes], tree: Path) -> None:
     """One node without xxhash ends all, rather than trust what it cannot check."""
-    before = "import hpml_orchestrator.staging.hashing as H; H._xxhash = lambda: None"
+    before = "import hpml_orchestrator.staging.manifest as H; H._xxhash = lambda: None"
     nodes = job(tree, 3)
     nodes.start(0, 1)
     nodes.start(2, before=before)
@@ -106,13 +106,13 @@ def test_a_node_that_cannot_hash_alike_is_named(job: Callable[..., Nodes], tree:
 def test_a_node_that_has_the_data_passes_it_on(job: Callable[..., Nodes], tree: Path) -> None:
     """Whichever node has it already, first, middle or last, the others get theirs."""
     for number, having in enumerate(((0,), (1,), (2,), (0, 1, 2))):
-        nodes = job(tree, 3, stay=True)
+        nodes = job(tree, 3, keep=True)
         nodes.attempt = f"attempt{number}"
         for index in having:
-            nodes.start(index, nodes=1, method="shared", stay=False)
+            nodes.start(index, nodes=1, method="shared")
         assert all(end["status"] == 0 for end in nodes.ends())
         inodes = {index: nodes.data(index).stat().st_ino for index in having}
-        nodes.start(stay=False)
+        nodes.start()
         ends = nodes.ends()
         assert [end["status"] for end in ends] == [0, 0, 0], ends
         assert [end["reused"] for end in ends] == [index in having for index in range(3)]

@@ -71,7 +71,7 @@ def test_a_killed_node_ends_all(job: Callable[..., Nodes], big: Path, lost: int)
     assert_next_run_works(nodes)
 
 
-@pytest.mark.parametrize("hung", [0, 1])
+@pytest.mark.parametrize("hung", [0, 1, 2])
 def test_a_hung_node_ends_all(job: Callable[..., Nodes], big: Path, hung: int) -> None:
     """A stopped agent gives no sign of life: after the timeout the others name it."""
     nodes = job(big, 3, timeout=2.0)
@@ -85,6 +85,41 @@ def test_a_hung_node_ends_all(job: Callable[..., Nodes], big: Path, hung: int) -
     end = nodes.ends(hung)[0]
     assert end["status"] == 8, end
     assert_nothing_is_there(nodes)
+
+
+def test_a_job_that_was_suspended_continues(job: Callable[..., Nodes], big: Path) -> None:
+    """All its nodes were stopped for longer than the timeout: none of them hangs."""
+    nodes = job(big, 3, timeout=1.0)
+    nodes.start(before=SLOW_SOURCE)
+    eventually(begun(nodes, 2))
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for index in range(3):
+            nodes.signal(index, number)
+        time.sleep(3 if number == signal.SIGSTOP else 0)
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * 3, ends
+
+
+def test_a_slow_disk_slows_the_whole_chain(job: Callable[..., Nodes], big: Path) -> None:
+    """No node reads further ahead of the slowest one than connections hold."""
+    slow = (
+        "real = os.write\ndef write(fd, data):\n    import time\n"
+        "    time.sleep(len(data) / 40e6)\n    return real(fd, data)\nos.write = write\n"
+        "real2 = os.pwrite\ndef pwrite(fd, data, at):\n    import time\n"
+        "    time.sleep(len(data) / 40e6)\n    return real2(fd, data, at)\nos.pwrite = pwrite\n"
+    )
+    nodes = job(big, 3)
+    nodes.start(0, 1)
+    nodes.start(2, before=slow)
+
+    def arrived(index: int) -> int:
+        found = nodes.base(index).glob("hpml-*/*/.data.partial-*/*")
+        return sum(path.stat().st_size for path in found)
+
+    eventually(lambda: arrived(2) >= 8 << 20)
+    assert arrived(0) - arrived(2) < 40 << 20
+    ends = nodes.ends()
+    assert [end["status"] for end in ends] == [0] * 3, ends
 
 
 def test_a_node_that_is_told_to_stop_ends_all(job: Callable[..., Nodes], big: Path) -> None:
@@ -105,7 +140,7 @@ def test_a_node_that_never_comes(job: Callable[..., Nodes], tree: Path) -> None:
     nodes.start(0, 1, 3)
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8, 8], ends
-    assert "n1: node 2 of 4 did not come within 2 s" in ends[0]["error"]
+    assert "node 2 of 4 did not come within 2 s" in ends[0]["error"]
     assert "node 2 of 4 did not come within 2 s" in ends[1]["error"]
     assert "node 2 of 4 did not come within 2 s" in ends[2]["error"]
     assert all("name the interfaces" in end["hint"] for end in ends)

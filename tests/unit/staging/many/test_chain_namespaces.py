@@ -37,28 +37,30 @@ def start(nodes: Nodes, network: Network, **options: object) -> None:
 def test_the_chain_uses_the_interface_that_was_named(
     job: Callable[..., Nodes], big: Path, network: Network
 ) -> None:
-    """All nodes get the data, and each listens at that address and nowhere else."""
+    """All nodes get the data at that address; while data come, none listens for others."""
     nodes = job(big, 4)
     start(nodes, network, before=SLOW_SOURCE)
     eventually(begun(nodes, 3))
     for index in range(1, 4):
-        words = [*network.prefix(index), "ss", "-Hltn"]
-        listening = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        found = [line.split()[3].rpartition(":")[0] for line in listening.splitlines()]
-        assert found == [network.address(index)]
+        words = [*network.prefix(index), "ss", "-Hant"]
+        found = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        sockets = [line.split() for line in found.splitlines()]
+        assert {one[3].rpartition(":")[0] for one in sockets} == {network.address(index)}
+        assert "LISTEN" not in {one[0] for one in sockets}
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [0] * 4, ends
     assert len({end["digest"] for end in ends}) == 1
     assert all(same(big, nodes.data(index)) for index in range(4))
 
 
-def test_without_a_name_another_address_than_the_loopbacks_is_found(
+def test_without_an_interface_the_node_list_counts(
     job: Callable[..., Nodes], tree: Path, network: Network
 ) -> None:
-    """The host's name and routes are of no use here: the one interface is."""
+    """Nodes reach one another by the names of the node list, which are addresses here."""
     nodes = job(tree, 2)
     for index in range(2):
-        nodes.start(index, prefix=network.prefix(index), interfaces=[])
+        name = network.address(index)
+        nodes.start(index, prefix=network.prefix(index), interfaces=["nosuch"], node=name)
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [0, 0], ends
 

@@ -1,117 +1,106 @@
-"""What comes over the network is not trusted: chunks, messages, handshakes."""
+"""Who may connect to a node of a chain, and whom it waits for."""
 
 from __future__ import annotations
 
-import hmac
-import itertools
-import json
-import os
-import queue
 import socket
-import time
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.link import Link, Listener, connect
+from hpml_orchestrator.staging.link import ChainPosition, Link, Listener, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SECRET = bytes(range(32))
 
 
-class Ends:
-    """A listener, and both ends of a connection that proved themselves to each other."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.Queue[Any] = queue.Queue()
-        self.listener = Listener("127.0.0.1", SECRET, 0, 60, self.inbox)
-        self.near = self.dial()
-        _, word, body, _ = self.inbox.get(timeout=60)
-        self.far: Connection = body[0]
-        assert (word, body[1]) == ("caller", "n0")
-
-    def dial(self, secret: bytes = SECRET, index: int = 0) -> Connection:
-        return connect("127.0.0.1", self.listener.port, secret, (index, "n0"), 60)
-
-    def heard(self) -> list[tuple[str, Any]]:
-        """All that comes until the connection ends."""
-        found: list[tuple[str, Any]] = []
-        while not found or found[-1][0] != "lost":
-            found.append(self.inbox.get(timeout=60)[1:3])
-        return found
-
-    def close(self) -> None:
-        self.listener.close()
-        self.near.close()
-        self.far.close()
+def place_of(root: Path, index: int) -> ChainPosition:
+    """Return the position of one of two nodes."""
+    names = ("n0", "n1")
+    return ChainPosition(
+        f"{root}/chain/data", lambda: False, index, 2, names[index], names, ["lo"], join_seconds=60
+    )
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
-    yield made
-    made.close()
+def second(root: Path) -> Iterator[tuple[Listener, tuple[str, int]]]:
+    """Give the second node's listener and its address."""
+    place_of(root, 0).post("0", node="n0")
+    place = place_of(root, 1)
+    listener = Listener(place, SECRET)
+    card = place.record(1)
+    yield listener, (card["address"], card["port"])
+    listener.close()
 
 
-def test_callers_that_are_not_expected_are_refused(ends: Ends) -> None:
-    """Another secret: the connector notices before it sends its name. Another index."""
-    with pytest.raises((StagingError, OSError)):
-        ends.dial(secret=bytes(32))
-    other = ends.dial(index=7)
-    assert other.poll(60)  # it is closed
-    with pytest.raises((EOFError, OSError)):
-        other.recv_bytes()
-    other.close()
-    assert ends.inbox.empty()
+def joined(root: Path, listener: Listener) -> tuple[Link, Link]:
+    """Connect the first node; return its link and the second's."""
+    found: list[Link] = []
+    caller = threading.Thread(target=lambda: found.append(connect(place_of(root, 0), SECRET)))
+    caller.start()
+    link = listener.link()
+    caller.join()
+    return found[0], link
 
 
-def test_a_replayed_conversation_is_refused(ends: Ends) -> None:
-    """A recorded proof does not open the door again: the listener's nonce is new."""
-    nonce = bytes(32)
-
-    def speak(proof: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", ends.listener.port)) as sock:
-            sock.settimeout(None)
-            end = Connection(os.dup(sock.fileno()))
-            end.send_bytes(nonce)
-            theirs = end.recv_bytes()
-            real = hmac.digest(SECRET, b"connector" + nonce + theirs, "sha256")
-            end.send_bytes(proof or real)
-            end.send_bytes(json.dumps([0, "n0"]).encode())
-            end.recv_bytes()
-            if proof:
-                with pytest.raises((EOFError, OSError)):
-                    end.recv_bytes()
-            end.close()
-            return real
-
-    real = speak(b"")
-    ends.inbox.get(timeout=60)[2][0].close()
-    speak(real)
-    assert ends.inbox.empty()
-
-
-def test_many_silent_strangers_do_not_keep_a_node_out(ends: Ends) -> None:
-    """Each has its own thread, which gives up."""
-    strangers = [socket.create_connection(("127.0.0.1", ends.listener.port)) for _ in range(100)]
-    near = ends.dial()
-    ends.inbox.get(timeout=60)[2][0].close()
+def test_strangers_neither_get_in_nor_keep_a_node_out(
+    root: Path, second: tuple[Listener, tuple[str, int]]
+) -> None:
+    """Many that are silent, one that talks nonsense, one with another secret: then the node."""
+    listener, address = second
+    strangers = [socket.create_connection(address) for _ in range(100)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client(address, authkey=bytes(32))
+    near, far = joined(root, listener)
+    near.send("word", {"some": "thing"})
+    assert far.receive()[1:] == ("word", {"some": "thing"})
+    assert (near.peer, far.peer) == ("n1", "n0")
     near.close()
-    for stranger in strangers:
-        stranger.close()
+    far.close()
+    for one in strangers:
+        one.close()
 
 
-def test_a_job_that_was_suspended_continues(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its nodes were silent because all of them were stopped."""
-    hours = itertools.count(0, 3600)
-    monkeypatch.setattr(time, "monotonic", lambda: next(hours))
-    link = Link(ends.near, "far", SECRET, 0.2, ends.inbox)
-    with pytest.raises(queue.Empty):
-        ends.inbox.get(timeout=0.8)
-    monkeypatch.undo()
-    ends.far.close()
-    link.close()
+def test_another_program_at_the_address_is_not_a_node(
+    root: Path, serve: Callable[[bytes], int]
+) -> None:
+    """The first node ends, and its error names the reason."""
+    place = place_of(root, 0)
+    place.post("1", node="n1", address="127.0.0.1", port=serve(b"220 mail.example.org ESMTP\r\n"))
+    hasty = ChainPosition(place.path, lambda: False, 0, 2, "n0", join_seconds=0.5, timeout=0.5)
+    with pytest.raises(StagingError, match=r"node 1 of 2 did not come within 0 s \("):
+        connect(hasty, SECRET)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[bytes], int]]:
+    """Give a function that starts a server that sends a greeting, and returns its port."""
+    made: list[socket.socket] = []
+
+    def start(greeting: bytes) -> int:
+        server = socket.create_server(("127.0.0.1", 0))
+        made.append(server)
+
+        def answer() -> None:
+            while server.fileno() >= 0:
+                try:
+                    sock, _ = server.accept()
+                except OSError:
+                    return
+                with sock:
+                    sock.sendall(greeting)
+
+        threading.Thread(target=answer, daemon=True).start()
+        return int(server.getsockname()[1])
+
+    yield start
+    for server in made:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()

@@ -1,0 +1,1 @@
+"""Job files and sweep files: read, merged, checked, and their paths resolved."""

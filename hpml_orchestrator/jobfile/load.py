@@ -1,0 +1,233 @@
+"""Read the fields of a job: command line over job file over site profile; not validated yet.
+
+While they are merged, `origins` keeps the source of each dotted field. Only leaves have an
+origin, so a mapping from the command line must first remove the origins of the fields inside it.
+The site's defaults come last because they depend on the job: a job with conda ignores the site's
+venv.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.jobfile.document import parse_yaml, read_mapping
+from hpml_orchestrator.records.job import expand_shorthand
+
+_INDEX_DIGITS = 6
+
+
+class Layer(NamedTuple):
+    """Some fields of a job as they are written, and their origins."""
+
+    fields: dict[str, object]
+    origins: dict[str, str]  # by the dotted names of the leaves
+
+    def origin(self, name: str) -> str:
+        """Return the origin of a value; if its parts have several, the one that wins."""
+        origins = {origin for field, origin in self.origins.items() if overlaps(field, name)}
+        strongest = [origin for origin in ("command line", "job file") if origin in origins]
+        return strongest[0] if strongest else min(origins, default="default")
+
+
+def read_fields(path: str | Path) -> dict[str, object]:
+    """Return the fields of a job file, not validated yet.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InputError: it cannot be read, holds no mapping, or is a sweep file.
+    """
+    source = Path(os.path.abspath(path))
+    fields = read_mapping(source, "job file")
+    if {"base", "mode"} <= fields.keys():
+        raise InputError(f"{source} is a sweep file", hint=f"hpml sweep run {path}")
+    return fields
+
+
+def merge(
+    fields: Mapping[str, object],
+    settings: Sequence[tuple[str, object]] = (),
+    defaults: Layer | None = None,
+    arguments: Sequence[str] = (),
+) -> Layer:
+    """Lay the command line over the fields of a job file, and these over a site's defaults.
+
+    Args:
+        fields: what `read_fields` returned; they stay as they are.
+        settings: dotted field and value pairs of the command line; later ones win.
+        defaults: of the site profile.
+        arguments: of the command line, to append to `args`.
+
+    Raises:
+        InputError: a setting names a place that does not exist.
+    """
+    fields = copy.deepcopy(fields)  # a sweep changes the fields of one file thousands of times
+    data = {name: expand_shorthand(name, value) for name, value in fields.items()}
+    # `given` has the origin of each leaf, for `--explain`. It changes with `data`: a setting of
+    # the command line replaces whatever was at its place, also the fields below it, whose origins
+    # would otherwise be reported for values that are gone.
+    given = dict.fromkeys(leaves(data, empty=False), "job file")
+    for name, written in settings:
+        value, field = expand_shorthand(name, written), name
+        if value is not written and isinstance(value, dict):
+            ((inner, value),) = value.items()  # a short form keeps the other inner fields
+            field = f"{name}.{inner}"
+        _set(data, field, value)
+        kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
+        given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
+    for name in ("monitor", "checkpoint"):
+        # Settings in a job file switch the feature on. A site's defaults do not: they only
+        # configure it for the jobs that use it.
+        mapping = data.get(name)
+        if isinstance(mapping, dict) and "enabled" not in mapping:
+            data[name] = {"enabled": True, **mapping}
+            origins = {origin for field, origin in given.items() if overlaps(field, name)}
+            given[f"{name}.enabled"] = min(origins, default="job file")
+    # The site comes last although it ranks lowest: which of its defaults apply depends on what the
+    # job says, as with `venv` of a site and `conda` of a job.
+    if defaults is not None:
+        below = _drop_conflicting_defaults(defaults.fields, data)
+        data = merged(below, data)
+        given = {name: defaults.origins[name] for name in leaves(below, empty=False)} | given
+    if arguments:
+        args = data.get("args") or []
+        data["args"] = [*args, *arguments] if isinstance(args, list) else args
+        given["args"] = "command line"
+    return Layer(data, given)
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """Return field and value of `resources.nodes=4`; the value is read as YAML.
+
+    Raises:
+        InputError: it has no `=`, or the value is not YAML.
+    """
+    field, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", field):
+        raise InputError(
+            "must be FIELD=VALUE, such as resources.nodes=4", field="--set", value=text
+        )
+    return field, parse_yaml(value, f"--set {field}")
+
+
+def _set(data: dict[str, object], field: str, value: object) -> None:
+    """Put a value at a dotted place; mappings on the way that are missing or empty are made."""
+    parts = field.split(".")
+    here: Any = data
+    for depth, part in enumerate(parts, 1):
+        place = ".".join(parts[:depth])
+        if not isinstance(here, (dict, list)):
+            raise InputError("has no inner fields", field=place.rpartition(".")[0], value=field)
+        key: Any = _index(here, part, place, value) if isinstance(here, list) else part
+        if depth == len(parts):
+            here[key] = value
+        elif isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[key]
+
+
+def _index(entries: list[object], part: str, field: str, value: object) -> int:
+    if part.isascii() and part.isdecimal() and len(part) <= _INDEX_DIGITS:
+        index = int(part)
+        if index < len(entries):
+            return index
+    whole = field.rpartition(".")[0]
+    raise InputError(
+        f"{whole} has no such entry; it is a list of length {len(entries)}, numbered from 0",
+        field=field,
+        value=value,
+        hint=f"--set replaces an existing entry, or the whole list: --set '{whole}=[…]'",
+    )
+
+
+def _drop_conflicting_defaults(
+    defaults: dict[str, object], data: dict[str, object]
+) -> dict[str, object]:
+    chosen, below = data.get("environment"), defaults.get("environment")
+    if not isinstance(chosen, dict) or not isinstance(below, dict):
+        return defaults
+    rivals = {
+        rival
+        for name, rival in (("conda", "venv"), ("venv", "conda"))
+        if chosen.get(name) is not None
+    }
+    kept = {name: value for name, value in below.items() if name not in rivals}
+    return {**defaults, "environment": kept}
+
+
+def field_value(document: object, field: str) -> object:
+    """Return the value of a field such as `stage.0.target`; None if the document has none."""
+    for part in field.split("."):
+        if isinstance(document, list):
+            document = document[int(part)] if int(part) < len(document) else None
+        else:
+            document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
+def leaves(data: object, prefix: str = "", *, empty: bool = True) -> list[str]:
+    """Return the dotted names of all values; a list of plain values counts as one.
+
+    Args:
+        data: nested mappings and lists.
+        prefix: the dotted name of `data` itself.
+        empty: whether an empty mapping counts as a value.
+
+    >>> leaves({"a": {"b": 1, "c": [2, 3]}, "d": {}}), leaves({"d": {}}, empty=False)
+    (['a.b', 'a.c', 'd'], [])
+    """
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(data, dict):
+        if not data and not empty:
+            return []
+        items = data.items()
+    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        items = enumerate(data)
+    names = [
+        name
+        for key, value in items
+        for name in leaves(value, f"{prefix}.{key}" if prefix else str(key), empty=empty)
+    ]
+    return names or ([prefix] if prefix and not items else [])
+
+
+def is_in(field: str, around: str) -> bool:
+    """Return whether a field is another one, or in it."""
+    return f"{field}.".startswith(f"{around}.")
+
+
+def overlaps(given: str, name: str) -> bool:
+    """Return whether one field is the other, holds it, or is in it.
+
+    >>> overlaps("a.b", "a.b.c"), overlaps("a.b.c", "a.b"), overlaps("a.b", "a.bc")
+    (True, True, False)
+    """
+    return is_in(name, given) or is_in(given, name)
+
+
+def merged(
+    below: dict[str, object], above: dict[str, object], *, whole: str = ""
+) -> dict[str, object]:
+    """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
+
+    Args:
+        below: the mapping with lower precedence.
+        above: the mapping with higher precedence.
+        whole: a top-level key whose entries replace each other whole.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
+    {'a': {'b': 1, 'c': 3}, 'd': 4}
+    """
+    result = copy.deepcopy(below)
+    for key, value in above.items():
+        lower = result.get(key)
+        if isinstance(lower, dict) and isinstance(value, dict):
+            result[key] = {**lower, **value} if key == whole else merged(lower, value)
+        else:
+            result[key] = value
+    return result
