@@ -400,14 +400,18 @@ def _header(
 
 
 def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
-    """Yield headers of links, then of directories, whose times a new link would change."""
+    """Yield headers of links, then of directories, whose times a new link would change.
+
+    A directory is followed by what is in it, `a/x` before `a-b`: GNU tar sets the time of `a` when
+    it meets the first name outside of it.
+    """
     named = {hard.first for hard in tree.hard_links}
     firsts = {entry.path: entry for entry in tree.files if entry.path in named}
     for hard in sorted(tree.hard_links):
         yield _header(hard.path, firsts[hard.first], kind=tarfile.LNKTYPE, link=hard.first)
     for link in sorted(tree.symlinks):
         yield _header(link.path, None, kind=tarfile.SYMTYPE, link=link.target, mtime=link.mtime_ns)
-    for entry in sorted(tree.directories):
+    for entry in sorted(tree.directories, key=lambda entry: entry.path.split("/")):
         yield _header(entry.path, entry, kind=tarfile.DIRTYPE)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, NotFoundError, StagingError
@@ -201,6 +201,7 @@ paths = st.lists(part, min_size=1, max_size=4).map(b"/".join)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example(files={}, directories=[b"a", b"a-b", b"a/x"], links={}, size=1 << 16)
 @given(
     files=st.dictionaries(paths, st.binary(max_size=2000), max_size=12),
     directories=st.lists(paths, max_size=3),
@@ -235,6 +236,8 @@ def test_any_tree_comes_back(
                 os.symlink(data, path)
         except OSError:  # the names do not go together
             continue
+    for parent, _, _ in os.walk(root, topdown=False):
+        os.utime(parent, (10**9, 10**9))  # any time but that of unpacking
     packed(home / "tree", home / "pack", size, workers=1, outside_links=True)
     untar(home / "pack", home / "out")
     assert contents(home / "out") == contents(home / "tree")
