@@ -35,15 +35,16 @@ from hpml_orchestrator.staging.auto import stage_chosen
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import UNREADABLE, shown
 from hpml_orchestrator.staging.rate_limit import open_rate
-from hpml_orchestrator.staging.request import IN_PLACE, requests_for
+from hpml_orchestrator.staging.request import IN_PLACE, Kind, requests_for
 from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.cli.process import Stop
+    from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.staging.auto import StageOutcome
-    from hpml_orchestrator.staging.request import Bases, StageRequest
+    from hpml_orchestrator.staging.request import Bases
 
 COMMANDS = ("ls", "verify", "clean")
 _WORD_CHARACTERS = 40
@@ -131,7 +132,7 @@ def stage(
         ),
     ] = False,
     kind: Annotated[
-        str,
+        Kind,
         typer.Option(
             "--kind",
             metavar="KIND",
@@ -218,7 +219,7 @@ def stage(
         _stage(requests, bases, options, field or ("json" if as_json else ""))
 
 
-def _stage(requests: list[StageRequest], bases: Bases, options: CopyOptions, form: str) -> None:
+def _stage(requests: list[Stage], bases: Bases, options: CopyOptions, form: str) -> None:
     """Stage one source after the other; print each as soon as it is there, JSON at the end."""
     outcomes: list[StageOutcome] = []
     names = [request.name for request in requests]
@@ -243,7 +244,7 @@ def _stage(requests: list[StageRequest], bases: Bases, options: CopyOptions, for
 
 
 def _outcomes(
-    requests: list[StageRequest],
+    requests: list[Stage],
     bases: Bases,
     options: CopyOptions,
     stop: Stop,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.node_job import NodeJob, SiteLimits
-from hpml_orchestrator.staging.request import StageRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,22 +27,9 @@ class AgentOptions:
     # Source and target of each result to copy back, the most important first
     collect: Sequence[tuple[str, str]] = ()
 
-    def request(self, stage: Stage) -> StageRequest:
-        """Return what to copy for an entry of `stage`, and to which directory of this node.
-
-        Raises:
-            InputError: the node has no such directory.
-        """
-        return StageRequest(
-            stage.name,
-            stage.source,
-            stage.kind,
-            self.bases.get(stage.target, stage.target),
-            keep=stage.keep,
-            outside_links=stage.outside_links,
-            follow_links=stage.follow_links,
-            trust_mtime=stage.trust_mtime,
-        )
+    def at_its_directory(self, stage: Stage) -> Stage:
+        """Return an entry of `stage` with this node's directory in place of `shm` or `local`."""
+        return replace(stage, target=self.bases.get(stage.target, stage.target))
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:

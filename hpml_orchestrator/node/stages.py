@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import AgentOptions
     from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.records.schema import StageRecord
-    from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.stage import Supply
 
 REPORT_SECONDS = 10.0
@@ -126,7 +125,7 @@ class NodeStaging:
             self._progress(done, files, all_bytes, all_files)
 
     def _stage(self, entry: Stage) -> StageRecord:
-        request = self.options.request(entry)
+        request = self.options.at_its_directory(entry)
         note = functools.partial(events.append, self.log, "staging", node=self.node)
         note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
@@ -147,7 +146,7 @@ class NodeStaging:
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
         return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
-    def _supply(self, entry: Stage, request: StageRequest, index: int, nodes: int) -> Supply:
+    def _supply(self, entry: Stage, request: Stage, index: int, nodes: int) -> Supply:
         """Return how this node gets an entry that several nodes need."""
         limits, first = self.options.site, self.options.job.stage[0]
         store = self.stager.store(request.target)  # raises at once if the target cannot be used

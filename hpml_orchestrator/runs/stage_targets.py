@@ -162,11 +162,8 @@ def _size(stage: Stage, index: int) -> int:
 
 def _bytes_in_ram(stage: Stage) -> int | None:
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - only for `target: auto`
-    from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415 - as above
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
     from hpml_orchestrator.staging.stage import open_source  # noqa: PLC0415 - as above
 
-    links = {name: getattr(stage, name) for name in ("outside_links", "follow_links")}
-    request = StageRequest(stage.name, stage.source, stage.kind, **links)
-    with contextlib.closing(open_source(request, Retry(), _ANY_BYTES)) as source:
+    with contextlib.closing(open_source(stage, Retry(), _ANY_BYTES)) as source:
         return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.mounts import file_system_type, is_own_type
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.faults import shown, why
-from hpml_orchestrator.staging.request import AUTO, IN_PLACE, StageRequest, StageResult, kind_of
+from hpml_orchestrator.staging.request import AUTO, IN_PLACE, StageResult, kind_of
 from hpml_orchestrator.staging.space import MEMORY_TYPES, fits
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ class Choice:
 class StageOutcome:
     """The result of one request; `choice` for the target "auto"."""
 
-    request: StageRequest
+    request: Stage
     result: StageResult
     choice: Choice | None = None
 
 
 def stage_chosen(
-    request: StageRequest,
+    request: Stage,
     stager: CopyStager,
     *,
     storage: Callable[[str], str] | None = None,
@@ -96,7 +97,7 @@ def stage_chosen(
 
 
 def _choose(
-    request: StageRequest,
+    request: Stage,
     stager: CopyStager,
     supply: Supply,
     own: str,
@@ -188,7 +189,7 @@ def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") 
     return f"disk ({kind})"
 
 
-def _in_place(request: StageRequest, supply: Supply, seconds: float) -> StageResult:
+def _in_place(request: Stage, supply: Supply, seconds: float) -> StageResult:
     path, plan = os.path.realpath(request.source), supply.plan()
     return StageResult(
         name=request.name,

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.staging.copy import CopyProgress
     from hpml_orchestrator.staging.link import Body, ChainPosition
     from hpml_orchestrator.staging.plan import CopyPlan
-    from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Buffer, Source, SourceReader
     from hpml_orchestrator.staging.stage import LocalSupply
 
@@ -65,7 +65,7 @@ class _Member(Supply):
 
     method = "chain"
 
-    def __init__(self, request: StageRequest, place: ChainPosition, secret: bytes) -> None:
+    def __init__(self, request: Stage, place: ChainPosition, secret: bytes) -> None:
         super().__init__(request)
         self._place = place
         self._secret = secret

@@ -22,8 +22,8 @@ from hpml_orchestrator.staging.stage import LocalSupply, open_source
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.staging.link import ChainPosition
-    from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.stage import Supply
 
 METHODS = ("shared", "chain")
@@ -133,7 +133,7 @@ def _print(sentence: str) -> None:
 
 
 def supply_for(
-    request: StageRequest,
+    request: Stage,
     method: str,
     place: ChainPosition,
     *,
@@ -191,7 +191,7 @@ def supply_for(
 
 
 def _local(
-    request: StageRequest,
+    request: Stage,
     place: ChainPosition,
     most_bytes: int,
     reading: CopyOptions,

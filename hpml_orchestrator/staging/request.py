@@ -6,15 +6,16 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.faults import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-KINDS = ("auto", "file", "tree", "pack", "tar", "zip")
+Kind = Literal["auto", "file", "tree", "pack", "tar", "zip"]
 AUTO = "auto"
 IN_PLACE = "in place"
 """The method of data that is used in place."""
@@ -28,64 +29,8 @@ TAR_SUFFIXES = tuple(
 SUFFIXES = {**dict.fromkeys(TAR_SUFFIXES, "tar"), ".zip": "zip"}
 _WORDS = frozenset({AUTO, "shm", "local"})
 _NAME_CHARACTERS = 31
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
-
-
-@dataclass(frozen=True)
-class StageRequest:
-    """One source to copy to the node.
-
-    Attributes:
-        name: the job's name for it, `[a-z][a-z0-9_]{0,30}`.
-        source: absolute path of a directory or a file.
-        kind: "tree" or "file", which are copied as they are; "pack", "tar" or "zip", which are
-            unpacked; or "auto". A "pack" is a directory of tar shards and nothing else. With "auto"
-            a directory that `hpml pack` wrote is unpacked, and so is a file with one of SUFFIXES;
-            .npz and .pt files, which are zip archives as well, are not. Other files are "file",
-            other directories "tree": shards that a training reads itself, for example with
-            webdataset, are not touched.
-        target: "shm" (RAM), "local" (the node's disk), an absolute directory on the node, or "auto"
-            until one of these is chosen.
-        keep: leave it in the node's cache for later jobs; else it is removed with the job.
-        outside_links: copy symbolic links that leave the tree as they are; else they are refused.
-        follow_links: copy what the symbolic links of a directory lead to, in their place.
-        trust_mtime: identify kept data by the times of the source alone, without looking at
-            everything in it; data kept without this is not found.
-
-    Raises:
-        InputError: a field is wrong; names the field.
-    """
-
-    name: str
-    source: str
-    kind: str = "auto"
-    target: str = "local"
-    keep: bool = False
-    outside_links: bool = False
-    follow_links: bool = False
-    trust_mtime: bool = False
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InputError(
-                "must be a small letter, then up to 30 of a-z, 0-9 and _",
-                field="name",
-                value=self.name,
-            )
-        if self.kind not in KINDS:
-            gone = "squashfs is no longer unpacked: stage the image with kind file and mount it"
-            hint = gone if self.kind == "squashfs" else ""
-            message = f"must be one of {', '.join(KINDS)}"
-            raise InputError(message, field="kind", value=self.kind, hint=hint)
-        if not os.path.isabs(self.source) or "\0" in self.source:
-            raise InputError("must be an absolute path", field="source", value=self.source)
-        absolute = os.path.isabs(self.target) and "\0" not in self.target
-        if self.target not in _WORDS and not absolute:
-            raise InputError(
-                "must be shm, local or an absolute path", field="target", value=self.target
-            )
 
 
 @dataclass(frozen=True)
@@ -168,7 +113,7 @@ def check_job_key(job_key: str) -> None:
         )
 
 
-def kind_of(request: StageRequest) -> str:
+def kind_of(request: Stage) -> str:
     """Return the kind of a request, never "auto"; see `kind_at`."""
     return kind_at(request.source, request.kind)
 
@@ -225,7 +170,7 @@ def _is_packed(directory: str) -> bool:
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))
 
 
-def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[StageRequest]:
+def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[Stage]:
     """Return a request for each source, named after the last part of its path.
 
     Sources may be relative paths; `options` are fields of all.
@@ -242,7 +187,7 @@ def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[StageR
             raise InputError("hpml stages files, not URLs", field="SRC", value=source, hint=hint)
     target = _target(to)
     return [
-        StageRequest(name_of(source), os.path.abspath(source), target=target, **options)
+        Stage(name_of(source), os.path.abspath(source), target=target, **options)
         for source in sources
     ]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry, StagingStopped, request_error, shown, why
 from hpml_orchestrator.staging.manifest import (
@@ -29,7 +30,6 @@ from hpml_orchestrator.staging.manifest import (
 )
 from hpml_orchestrator.staging.request import (
     Bases,
-    StageRequest,
     StageResult,
     check_job_key,
     kind_of,
@@ -58,7 +58,7 @@ _KEY_BYTES = 16
 
 
 def open_source(
-    request: StageRequest, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
+    request: Stage, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
 ) -> Source:
     """Return the source that a request names.
 
@@ -102,7 +102,7 @@ class Supply(ABC):
 
     method: str
 
-    def __init__(self, request: StageRequest) -> None:
+    def __init__(self, request: Stage) -> None:
         self.request = request
         self.is_filled = False
 
@@ -191,9 +191,7 @@ class Supply(ABC):
 class LocalSupply(Supply):
     """This node reads the `source` by itself."""
 
-    def __init__(
-        self, request: StageRequest, source: Source, options: CopyOptions | None = None
-    ) -> None:
+    def __init__(self, request: Stage, source: Source, options: CopyOptions | None = None) -> None:
         super().__init__(request)
         self.source = source
         self._options = options or CopyOptions()
@@ -280,7 +278,7 @@ class CopyStager:
         self._leases: dict[str, Entry] = {}
         self._evicted: list[str] = []
 
-    def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
+    def stage(self, request: Stage, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, unless it is published already.
 
         The first request for a base also removes leftovers of this user's dead jobs there.
@@ -501,7 +499,7 @@ class CopyStager:
     def _unopened(self, target: str) -> NodeStore:
         return NodeStore(self._bases.resolve(target))
 
-    def local(self, request: StageRequest, *targets: str) -> LocalSupply:
+    def local(self, request: Stage, *targets: str) -> LocalSupply:
         """Return a supply that reads the source; an archive only as far as a target could hold it.
 
         Raises:
@@ -569,7 +567,7 @@ class CopyStager:
                         stack.callback(store.remove, os.path.basename(path))
 
 
-def _check_apart(request: StageRequest, store: NodeStore) -> None:
+def _check_apart(request: Stage, store: NodeStore) -> None:
     """Refuse a request whose source contains the store, or is in it."""
     source, target = os.path.realpath(request.source) + "/", os.path.realpath(store.path) + "/"
     if target.startswith(source) or source.startswith(target):

@@ -42,12 +42,12 @@ BLOCK_BYTES = 1 << 20
 STAGE = """
 import sys
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.stage import CopyStager
 source, target, kind, hashed, threads = sys.argv[1:]
 options = CopyOptions(hash=hashed == "hash", threads=int(threads) or None)
 stager = CopyStager("bench", options=options)
-request = StageRequest("data", source, kind=kind, target=target, outside_links=True)
+request = Stage("data", source, kind=kind, target=target, outside_links=True)
 print(stager.stage(request).files)
 """
 COPYTREE = "import shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2] + '/data', symlinks=True)"

@@ -27,10 +27,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.pack import PackRequest, pack
-from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.stage import open_source
 
 CPUS = len(os.sched_getaffinity(0))
@@ -43,7 +43,7 @@ def hpml(source: Path) -> Way:
 
     def run(target: Path) -> None:
         retry = Retry(time.sleep, lambda: False)
-        request = StageRequest("data", str(source), target=str(target.parent))
+        request = Stage("data", str(source), target=str(target.parent))
         opened = open_source(request, retry, 1 << 40)
         try:
             plan = opened.plan()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.cli.support import HPML, Node, grow, in_terminal, same
@@ -34,7 +34,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_a_job(base: Path, source: Path, key: str, *, keep: bool) -> CopyStager:
     """Stage as a job's agent does; its stager still uses the data."""
     stager = CopyStager(key)
-    stager.stage(StageRequest("tree", str(source), target=str(base), keep=keep))
+    stager.stage(Stage("tree", str(source), target=str(base), keep=keep))
     return stager
 
 

@@ -12,10 +12,10 @@ from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.options import AgentOptions, parse_options
 from hpml_orchestrator.node.planning import BindOptions
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.node_job import AGENT_FILE, NodeJob, SiteLimits
 from hpml_orchestrator.script.render import render, render_agent
 from hpml_orchestrator.site.model import ResolvedSite, Site
-from hpml_orchestrator.staging.request import StageRequest
 from tests.unit.script.support import HERE, job, words
 
 ODD = 'it\'s $HOME `x` "q" \\ \u2028 ünï\n--'
@@ -99,10 +99,10 @@ def test_what_is_staged_and_collected(tmp_path: Path) -> None:
         collect=[{"source": "{local.dir}/it's", "target": f"/c {ODD[:4]}"}],
         resources={"nodes": 2},
     )
-    assert [read.request(stage) for stage in read.job.stage] == [
-        StageRequest("x", f"/s {ODD}", "tree", f"/t {ODD}", keep=True, outside_links=True),
-        StageRequest("shm", "/y", "auto", "/ram"),
-        StageRequest("local", "/y", "auto", "/disk"),
+    assert [read.at_its_directory(stage) for stage in read.job.stage] == [
+        Stage("x", f"/s {ODD}", "tree", f"/t {ODD}", keep=True, outside_links=True),
+        Stage("shm", "/y", "auto", "/ram"),
+        Stage("local", "/y", "auto", "/disk"),
     ]
     assert (read.bases, read.job_directories) == ({"shm": "/ram", "local": "/disk"}, ["local"])
     assert read.collect == [("$HPML_LOCAL_DIR/it's", f"/c {ODD[:4]}")]

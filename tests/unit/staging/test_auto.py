@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.auto import Choice, own_storage, stage_chosen
-from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, name_of
+from hpml_orchestrator.staging.request import IN_PLACE, Bases, name_of
 from hpml_orchestrator.staging.space import Room
 from hpml_orchestrator.staging.stage import CopyStager
 
@@ -41,7 +42,7 @@ def chosen(source: Path, bases: Bases, free: int = GIB, storage: str = "") -> Ch
         return Room(there, "the test's", None, 4096, in_memory=path == bases.shm)
 
     stager = CopyStager("1", bases=bases, room=room)
-    request = StageRequest("data", str(source), target="auto")
+    request = Stage("data", str(source), target="auto")
     found = stage_chosen(request, stager, storage=lambda _path: storage)
     stager.cleanup()
     assert found.choice is not None
@@ -143,4 +144,4 @@ def test_whose_storage_it_is(tmp_path: Path, kind: str, turns: str | None, expec
 def test_names_are_made_of_paths(source: str, name: str) -> None:
     """Always valid, and what a person would say."""
     assert name_of(source) == name
-    assert StageRequest(name, "/a").name == name
+    assert Stage(name, "/a").name == name

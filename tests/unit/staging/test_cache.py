@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
@@ -34,9 +35,9 @@ def stager(base: Path, key: str) -> CopyStager:
 
 def kept(
     source: Path, *, keep: bool = True, name: str = "data", trust_mtime: bool = False
-) -> StageRequest:
+) -> Stage:
     """A request for data that stays."""
-    return StageRequest(name, str(source), target="shm", keep=keep, trust_mtime=trust_mtime)
+    return Stage(name, str(source), target="shm", keep=keep, trust_mtime=trust_mtime)
 
 
 def contents(path: Path | str) -> dict[str, bytes]:

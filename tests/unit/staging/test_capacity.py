@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.space import (
     Need,
     Room,
@@ -164,7 +165,7 @@ def test_nothing_is_copied_that_does_not_fit(
         (source / str(number)).write_bytes(b"x" * shape[1])
     stager = CopyStager("1.0", bases=Bases(shm=str(point)))
     with pytest.raises(CapacityError, match=re.escape(said)):
-        stager.stage(StageRequest("x", str(source), target="shm"))
+        stager.stage(Stage("x", str(source), target="shm"))
     assert list_staged([str(point)]) == []
     stager.cleanup()
     assert os.listdir(point) == []
@@ -184,7 +185,7 @@ def test_a_full_target_is_final_and_leaves_nothing(
         room=lambda _path: Room(1 << 40, "a lie", None, 4096, in_memory=False),
     )
     with pytest.raises(Exception, match="No space left on device"):
-        stager.stage(StageRequest("x", str(source), target="shm"))
+        stager.stage(Stage("x", str(source), target="shm"))
     assert naps == []
     assert list_staged([stager.store("shm").base]) == []
     stager.cleanup()
@@ -194,7 +195,8 @@ IN_A_CGROUP = """
 import os, sys
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.space import room_at
 from hpml_orchestrator.staging.stage import CopyStager
 group, base, *sources = sys.argv[1:]
@@ -209,7 +211,7 @@ for number in range(8000):
     os.rmdir(f"{base}/{number}")
 for source in sources:
     try:
-        print(stager.stage(StageRequest(os.path.basename(source), source, target="shm")).files)
+        print(stager.stage(Stage(os.path.basename(source), source, target="shm")).files)
     except CapacityError as error:
         print(error)
 stager.cleanup()
@@ -276,7 +278,7 @@ def test_a_quota_is_final_and_leaves_nothing(
         sleep=naps.append,
         options=CopyOptions(processes=processes),
     )
-    request = StageRequest("x", str(many), target="shm")
+    request = Stage("x", str(many), target="shm")
     with pytest.raises(StagingError, match=r"cannot write \d+ of .*: Disk quota exceeded$"):
         stager.stage(request)
     monkeypatch.undo()
@@ -295,5 +297,5 @@ def test_many_empty_files_take_memory(base: Path, tmp_path: Path) -> None:
     room = Room(inodes * 1024, "test", None, 4096, in_memory=True, inode_bytes=1024)
     stager = CopyStager("1.0", bases=Bases(shm=str(base)), room=lambda _path: room)
     with pytest.raises(CapacityError, match=r"needs 3\d\d\.. KiB"):
-        stager.stage(StageRequest("x", source, target="shm"))
+        stager.stage(Stage("x", source, target="shm"))
     stager.cleanup()

@@ -18,11 +18,11 @@ import pytest
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry, StagingStopped
 from hpml_orchestrator.staging.pack import PackRequest, pack
-from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import MEMORY_TYPES
 from hpml_orchestrator.staging.stage import open_source
@@ -320,7 +320,7 @@ def test_pages_of_a_servers_files_leave_the_cache(
         (source / "2.bin").unlink()
         source /= "0.bin"
     os.sync()  # only clean pages leave
-    request = StageRequest("data", str(source))
+    request = Stage("data", str(source))
     opened = open_source(request, Retry(time.sleep, never), 1 << 40)
     copied(opened, tmp_path / "copy", CopyOptions(processes=2))
     opened.close()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.staging.conftest import same
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 STAGE = """
 import os, sys, time
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 real = os.readv
 def slow(*arguments):
@@ -33,7 +35,7 @@ def slow(*arguments):
 os.readv = slow
 options = CopyOptions(processes=2, threads=1)
 stager = CopyStager("7.0", bases=Bases(shm=sys.argv[1]), options=options)
-stager.stage(StageRequest("data", sys.argv[2], target="shm"))
+stager.stage(Stage("data", sys.argv[2], target="shm"))
 sys.stdin.read()
 """
 MIB = 1 << 20
@@ -91,7 +93,7 @@ def test_what_cannot_be_read_is_listed(
     options = CopyOptions(processes=processes, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
     with pytest.raises(StagingError) as caught:
-        stager.stage(StageRequest("data", str(crowd), target="shm"))
+        stager.stage(Stage("data", str(crowd), target="shm"))
     lines = str(caught.value).splitlines()
     assert lines[0].endswith(": 100 paths")
     assert len(lines) == 22
@@ -99,7 +101,7 @@ def test_what_cannot_be_read_is_listed(
     assert "ask its owner" in caught.value.hint
     assert "being written" not in caught.value.hint
     monkeypatch.undo()
-    assert not stager.stage(StageRequest("data", str(crowd), target="shm")).reused
+    assert not stager.stage(Stage("data", str(crowd), target="shm")).reused
     stager.cleanup()
     assert os.listdir(base) == []
 
@@ -126,7 +128,7 @@ def test_a_disk_that_fails_is_not_waited_for_file_by_file(
     options = CopyOptions(processes=processes, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options, sleep=sleep)
     with pytest.raises(StagingError, match="1200 paths"):
-        stager.stage(StageRequest("data", str(crowd), target="shm"))
+        stager.stage(Stage("data", str(crowd), target="shm"))
     assert sum(map(float, waited.read_text().split())) < 7 * processes
 
 
@@ -149,6 +151,6 @@ def test_faults_in_workers_that_pass_are_tried_again(
         monkeypatch.setattr(os, name, failing)
     options = CopyOptions(processes=2, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
-    result = stager.stage(StageRequest("data", str(crowd), target="shm"))
+    result = stager.stage(Stage("data", str(crowd), target="shm"))
     assert same(Path(result.path), crowd)
     stager.cleanup()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases, Kind
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
 
@@ -47,8 +48,8 @@ def picture(top: Path) -> dict[str, Node]:
     return result
 
 
-def shm(source: Path, kind: str = "auto") -> StageRequest:
-    return StageRequest("data", str(source), kind=kind, target="shm")
+def shm(source: Path, kind: Kind = "auto") -> Stage:
+    return Stage("data", str(source), kind=kind, target="shm")
 
 
 def around_reading(
@@ -348,9 +349,9 @@ def test_files_that_only_say_that_they_are_empty_are_refused(
     """Those of /proc have no size but contents: they would arrive empty."""
     stager.options = CopyOptions(processes=processes)
     with pytest.raises(StagingError, match="boot_id: has size 0 but is not empty"):
-        stager.stage(StageRequest("data", "/proc/sys/kernel/random", target="shm"))
+        stager.stage(Stage("data", "/proc/sys/kernel/random", target="shm"))
     with pytest.raises(StagingError, match="version: has size 0 but is not empty"):
-        stager.stage(StageRequest("data", "/proc/version", target="shm"))
+        stager.stage(Stage("data", "/proc/version", target="shm"))
     assert list_staged([stager.store("shm").base]) == []
 
 
@@ -403,7 +404,7 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     kind = {"x.tar": "tar", "x.tar.gz": "gztar", "x.zip": "zip"}[name]
     archive = Path(shutil.make_archive(str(tmp_path / "x"), kind, tmp_path / "in"))
     stager = CopyStager("1", bases=Bases(shm=str(base)))
-    request = StageRequest("data", str(archive), target="shm")
+    request = Stage("data", str(archive), target="shm")
     supply = LocalSupply(request, open_source(request, RETRY, 1 << 40))
     supply.plan()
     real = os.readv

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.auto import StageOutcome, stage_chosen
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply
@@ -64,7 +65,7 @@ def stager(base: Path, key: str = "") -> CopyStager:
 def keep(base: Path, tree: Path, key: str, used: float) -> None:
     """Leave a tree in the cache, last used at some time."""
     job = stager(base, key)
-    path = job.stage(StageRequest("data", str(tree), target="shm", keep=True)).path
+    path = job.stage(Stage("data", str(tree), target="shm", keep=True)).path
     lease = Path(path).parent / ".lease"
     job.cleanup()
     os.utime(lease, (used, used))
@@ -75,9 +76,9 @@ def held(base: Path) -> set[int]:
     return {(entry / "data/data").read_bytes()[0] for entry in entries(base)}
 
 
-def request(tree: Path, *, keeps: bool = True) -> StageRequest:
+def request(tree: Path, *, keeps: bool = True) -> Stage:
     """Stage a tree by its own name."""
-    return StageRequest(tree.stem, str(tree), target="shm", keep=keeps)
+    return Stage(tree.stem, str(tree), target="shm", keep=keeps)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -163,7 +164,7 @@ def by_auto(
     """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
     bases = Bases(str(small) if small else "", str(base))
     job = CopyStager(key, bases=bases, room=disk_room)
-    return job, stage_chosen(StageRequest("a", str(path), target="auto", keep=keeps), job)
+    return job, stage_chosen(Stage("a", str(path), target="auto", keep=keeps), job)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -284,12 +285,13 @@ def test_data_of_a_person_stays(small_tmpfs: Callable[[str], Path], trees: list[
 
 USE = """
 import os, sys, time
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
 for number in range(40):
     job = CopyStager(f"{key}.{number}", bases=Bases(shm=base))
-    path = job.stage(StageRequest("data", source, target="shm", keep=True)).path
+    path = job.stage(Stage("data", source, target="shm", keep=True)).path
     for _ in range(5):
         assert os.path.getsize(f"{path}/data") == 1000, "evicted under a reader"
     job.cleanup()
@@ -334,7 +336,7 @@ class Meddled(LocalSupply):
 
     def __init__(
         self,
-        request: StageRequest,
+        request: Stage,
         before: Callable[[], object] = bool,
         after: Callable[[], object] = bool,
     ) -> None:
@@ -360,7 +362,7 @@ def kept_tree(base: Path, tmp_path: Path) -> None:
     old.mkdir()
     (old / "data").write_bytes(bytes(3 * MIB))
     job = CopyStager("1.0", bases=Bases(shm=str(base)), room=plain_room)
-    job.stage(StageRequest("old", str(old), target="shm", keep=True))
+    job.stage(Stage("old", str(old), target="shm", keep=True))
     job.cleanup()
 
 
@@ -379,7 +381,7 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
         (new / str(number)).write_bytes(os.urandom(MIB // 2))
     other = base / "of another user"
     size = 3 * MIB if has_cache else 6 * MIB
-    request = StageRequest("data", str(new), target="shm")
+    request = Stage("data", str(new), target="shm")
     supply = Meddled(request, before=lambda: other.write_bytes(bytes(size)))
     supply._options = CopyOptions(processes=processes)
     job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room)
@@ -405,13 +407,13 @@ def test_the_manifest_counts_as_room(small_tmpfs: Callable[[str], Path], tmp_pat
         (many / f"{number:0250d}").touch()
     base = small_tmpfs("size=512k")
     stager = CopyStager("1", bases=Bases(shm=str(base)), room=plain_room)
-    supply = Meddled(StageRequest("data", str(many), target="shm"))
+    supply = Meddled(Stage("data", str(many), target="shm"))
     with pytest.raises(CapacityError):
         stager.stage(supply.request, supply)
     assert supply.fills == 0
     need = scan_tree(str(many), RETRY).need(4096)
     roomy = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=64m"))), room=plain_room)
-    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path).resolve()
+    path = Path(roomy.stage(Stage("data", str(many), target="shm")).path).resolve()
     written = (path.parent / ".data.manifest").stat().st_size
     assert written <= need.bytes <= written + 4 * 4096
     stager.cleanup()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.inventory import StoredData, clean, list_staged
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 STAGE = """
 import sys, time
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 base, source, key = sys.argv[1:4]
 stager = CopyStager(key, bases=Bases(shm=base))
-stager.stage(StageRequest("data", source, target="shm"))
-stager.stage(StageRequest("kept", f"{source}/a", target="shm", keep=True))
+stager.stage(Stage("data", source, target="shm"))
+stager.stage(Stage("kept", f"{source}/a", target="shm", keep=True))
 print("staged", flush=True)
 time.sleep(600)
 """
@@ -37,7 +39,7 @@ def stager(base: Path, key: str = "") -> CopyStager:
 
 def stage(job: CopyStager, source: Path, name: str, *, keep: bool = False) -> Path:
     """Stage under a name; return the path of the data."""
-    return Path(job.stage(StageRequest(name, str(source), target="shm", keep=keep)).path)
+    return Path(job.stage(Stage(name, str(source), target="shm", keep=keep)).path)
 
 
 def root(base: Path) -> Path:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.stage import CopyStager
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def test_a_slow_source_is_listed_by_many_threads(
     stager: CopyStager, leafy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tree and its digest are those that one thread makes."""
-    by_one = stager.stage(StageRequest("one", str(leafy), target="shm"))
+    by_one = stager.stage(Stage("one", str(leafy), target="shm"))
     threads: set[int] = set()
     for name, seconds in (("listdir", 0.01), ("lstat", 0.001)):
         real = getattr(os, name)
@@ -50,7 +50,7 @@ def test_a_slow_source_is_listed_by_many_threads(
         monkeypatch.setattr(os, name, slow)
     # FAKE: this machine's disk counts as a file server
     monkeypatch.setattr("hpml_orchestrator.staging.space.is_served_type", lambda _kind: True)
-    by_many = stager.stage(StageRequest("many", str(leafy), target="local"))
+    by_many = stager.stage(Stage("many", str(leafy), target="local"))
     assert len(threads) > 8
     assert by_many.digest == by_one.digest != ""
     assert by_many.files == 1000
@@ -61,5 +61,5 @@ def test_no_more_is_opened_than_allowed(stager: CopyStager, leafy: Path, threads
     """2,068 looks and opens at 2,000 per second, two fifths of a second's at once."""
     stager.options = CopyOptions(processes=2, threads=threads, opens_per_second=2000)
     begin = time.monotonic()
-    assert stager.stage(StageRequest("data", str(leafy), target="shm")).files == 1000
+    assert stager.stage(Stage("data", str(leafy), target="shm")).files == 1000
     assert time.monotonic() - begin > 0.6

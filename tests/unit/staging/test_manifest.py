@@ -9,9 +9,10 @@ import pytest
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import NotFoundError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.manifest import Manifest, is_whole, published_manifest, verify
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 
 
@@ -26,7 +27,7 @@ def odd(source: Path) -> Path:
 
 
 def made(stager: CopyStager, source: Path) -> tuple[Path, Manifest]:
-    result = stager.stage(StageRequest("data", str(source), target="shm"))
+    result = stager.stage(Stage("data", str(source), target="shm"))
     path = Path(result.path)
     manifest = Manifest.read(f"{path.parent}/.data.manifest")
     assert manifest is not None
@@ -75,7 +76,7 @@ def staged(base: Path, source: Path) -> Path:
     (source / "again").hardlink_to(source / "one.bin")
     (source / "link").symlink_to("one.bin")
     job = CopyStager("1.0", bases=Bases(shm=str(base)))
-    path = Path(job.stage(StageRequest("data", str(source), target="shm", keep=True)).path)
+    path = Path(job.stage(Stage("data", str(source), target="shm", keep=True)).path)
     job.leave()
     return path
 
@@ -113,7 +114,7 @@ def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None
     """Names and sizes are compared; a flipped bit is not found, and the report shows that."""
     options = CopyOptions(hash=False)
     job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options)
-    path = Path(job.stage(StageRequest("data", str(source), target="shm")).path)
+    path = Path(job.stage(Stage("data", str(source), target="shm")).path)
     report = verify(str(path))
     assert (report.hashed, report.count, report.bytes) == (False, 0, 0)
     (path / "extra").touch()
@@ -134,12 +135,12 @@ def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, sourc
     flip_a_bit(staged / "one.bin")
     assert verify(str(staged)).count
     job = CopyStager("2.0", bases=Bases(shm=str(base)))
-    found = job.stage(StageRequest("data", str(source), target="shm", keep=True))
+    found = job.stage(Stage("data", str(source), target="shm", keep=True))
     job.leave()
     assert not found.reused
     assert verify(found.path).count == 0
     job = CopyStager("3.0", bases=Bases(shm=str(base)))
-    assert job.stage(StageRequest("data", str(source), target="shm", keep=True)).reused
+    assert job.stage(Stage("data", str(source), target="shm", keep=True)).reused
     job.leave()
 
 

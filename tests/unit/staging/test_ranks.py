@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.patience import eventually
 from tests.unit.staging.conftest import partials, same
@@ -27,7 +28,8 @@ RANK = """
 import os, signal, sys, time
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 300 files take 0.6 s at least
@@ -47,7 +49,7 @@ stager = CopyStager(
 )
 keep = sys.argv[3] != "7.0"
 try:
-    result = stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=keep))
+    result = stager.stage(Stage("data", sys.argv[2], target="shm", keep=keep))
 except StagingError as error:
     print(error, flush=True)
     stager.cleanup()
@@ -151,7 +153,7 @@ def test_the_one_that_stages_is_killed_while_others_wait(
         process.wait()
     key = next(keys)
     stager = CopyStager(key, bases=Bases(shm=str(base)))
-    found = stager.stage(StageRequest("data", str(many), target="shm"))
+    found = stager.stage(Stage("data", str(many), target="shm"))
     assert found.reused == (jobs == "many"), "what went with its job is gone with its last rank"
     stager.cleanup()
     assert os.listdir(base) == ([] if jobs == "one" else [f"hpml-{os.getuid()}"])

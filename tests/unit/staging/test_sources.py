@@ -21,11 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging import archives
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.pack import PackRequest, pack
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult, kind_of
+from hpml_orchestrator.staging.request import Bases, Kind, StageResult, kind_of
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.unit.staging.packs import contents as pack_contents
 
@@ -60,11 +61,11 @@ def archived(kind: str, source: Path, path: Path) -> Path:
     return target
 
 
-def stage(stager: CopyStager, path: Path, kind: str = "auto", name: str = "data") -> StageResult:
-    return stager.stage(StageRequest(name, str(path), kind=kind, target="shm"))
+def stage(stager: CopyStager, path: Path, kind: Kind = "auto", name: str = "data") -> StageResult:
+    return stager.stage(Stage(name, str(path), kind=kind, target="shm"))
 
 
-def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> None:
+def refused(stager: CopyStager, path: Path, match: str, kind: Kind = "auto") -> None:
     """Check that an archive is refused and that nothing of it is left."""
     with pytest.raises((StagingError, InputError), match=match):
         stage(stager, path, kind)
@@ -126,26 +127,26 @@ def test_a_pack_is_staged_as_it_is_when_asked(
 def test_kinds_are_recognised(tmp_path: Path, name: str, kind: str) -> None:
     """By the suffix alone; .npz, which is a zip archive, stays a file."""
     (tmp_path / name).touch()
-    assert kind_of(StageRequest("x", str(tmp_path / name))) == kind
+    assert kind_of(Stage("x", str(tmp_path / name))) == kind
 
 
 def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
     """Of `hpml pack`; other shards are unpacked with kind pack, and never with other files."""
-    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
+    assert kind_of(Stage("x", str(tmp_path))) == "tree"
     with pytest.raises(InputError, match="not a directory of tar shards alone: it is empty"):
-        kind_of(StageRequest("x", str(tmp_path), kind="pack"))
+        kind_of(Stage("x", str(tmp_path), kind="pack"))
     (tmp_path / "train-000000.tar").touch()
-    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
-    assert kind_of(StageRequest("x", str(tmp_path), kind="pack")) == "pack"
+    assert kind_of(Stage("x", str(tmp_path))) == "tree"
+    assert kind_of(Stage("x", str(tmp_path), kind="pack")) == "pack"
     (tmp_path / "train-000000.tar").rename(tmp_path / "data-00000.tar")
     (tmp_path / "tree.tar").touch()
-    assert kind_of(StageRequest("x", str(tmp_path))) == "pack"
+    assert kind_of(Stage("x", str(tmp_path))) == "pack"
     (tmp_path / "README").touch()
-    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
+    assert kind_of(Stage("x", str(tmp_path))) == "tree"
     with pytest.raises(InputError, match="it holds README"):
-        kind_of(StageRequest("x", str(tmp_path), kind="pack"))
+        kind_of(Stage("x", str(tmp_path), kind="pack"))
     with pytest.raises(InputError, match="has kind zip, but is a directory"):
-        kind_of(StageRequest("x", str(tmp_path), kind="zip"))
+        kind_of(Stage("x", str(tmp_path), kind="zip"))
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0\\"), min_size=1, max_size=20)
@@ -329,7 +330,7 @@ def test_a_pack_made_anew_is_staged_anew(base: Path, tmp_path: Path, keep: bool)
         os.utime(top / "x", (1e9, 1e9))
         pack(PackRequest(str(top), str(packed), workers=1))
         stager = CopyStager("1.0", bases=Bases(shm=str(base)))
-        result = stager.stage(StageRequest("data", str(packed), target="shm", keep=keep))
+        result = stager.stage(Stage("data", str(packed), target="shm", keep=keep))
         assert (Path(result.path) / "x").read_text() == text
         assert not result.reused
         stager.leave()

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging import archives, members
 from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.pack import PackRequest, pack
-from hpml_orchestrator.staging.request import StageRequest
 from hpml_orchestrator.staging.stage import CopyStager, open_source
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ RETRY = Retry(time.sleep, lambda: False)
 
 def refused(stager: CopyStager, path: Path, match: str, *, outside_links: bool = False) -> None:
     """Check that an archive is refused and that nothing of it is left."""
-    request = StageRequest("data", str(path), target="shm", outside_links=outside_links)
+    request = Stage("data", str(path), target="shm", outside_links=outside_links)
     with pytest.raises((StagingError, InputError), match=match):
         stager.stage(request)
     found = list_staged([stager.store("shm").base])
@@ -340,7 +340,7 @@ def test_absurd_ratios_are_refused(
             with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
                 target.writestr("zeros", bytes(size))
         if fine:
-            assert stager.stage(StageRequest("fine", str(path), target="shm")).bytes == size
+            assert stager.stage(Stage("fine", str(path), target="shm")).bytes == size
             stager.cleanup()
         else:
             refused(stager, path, "bytes.? would become 4.0 MiB or more")
@@ -378,7 +378,7 @@ def sources(source: Path, tmp_path: Path) -> dict[str, Path]:
 def fill(path: Path, target: Path, processes: int) -> None:
     """Copy into a directory as the stager does."""
     retry = Retry(time.sleep, lambda: False)
-    opened = open_source(StageRequest("data", str(path), target="shm"), retry, 1 << 40)
+    opened = open_source(Stage("data", str(path), target="shm"), retry, 1 << 40)
     with contextlib.closing(opened):
         copy(
             opened.plan(),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import clean
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.store import BusyError, Entry, NodeStore
 from tests.patience import eventually
@@ -92,7 +93,7 @@ def test_stores_that_are_not_ours_are_refused(
         store.sweep,
         lambda: store.lock("b@1.0", exclusive=True, create=True),
         lambda: store.remove("a@1.0"),
-        lambda: job(base).stage(StageRequest("a", str(source), target="shm")),
+        lambda: job(base).stage(Stage("a", str(source), target="shm")),
         lambda: job(base).directory("shm"),
     ):
         with pytest.raises(StagingError, match="not used"):
@@ -121,8 +122,8 @@ def test_a_new_directory_is_made_in_one_that_is_there(base: Path, source: Path) 
     """A mistyped path is refused all the same."""
     stager = job(base)
     with pytest.raises(InputError, match="no such directory"):
-        stager.stage(StageRequest("a", str(source), target=f"{base}/none/new"))
-    path = stager.stage(StageRequest("a", str(source), target=f"{base}/new")).path
+        stager.stage(Stage("a", str(source), target=f"{base}/none/new"))
+    path = stager.stage(Stage("a", str(source), target=f"{base}/new")).path
     assert path.startswith(f"{base}/new/hpml-")
     stager.cleanup()
     assert os.listdir(base / "new") == []
@@ -238,7 +239,7 @@ def test_cleanup_leaves_the_base_as_it_was(base: Path) -> None:
 def test_cleanup_waits_for_the_last_process_of_the_job(base: Path, source: Path) -> None:
     """Two agents of one job on one machine: the second one to end removes the data."""
     first, second = job(base), job(base)
-    path = first.stage(StageRequest("a", str(source), target="shm")).path
+    path = first.stage(Stage("a", str(source), target="shm")).path
     second.hold(path)
     second.hold(first.directory("shm"))
     first.cleanup()
@@ -250,14 +251,15 @@ def test_cleanup_waits_for_the_last_process_of_the_job(base: Path, source: Path)
 
 CHURN = """
 import os, sys
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 base, source, name = sys.argv[1:]
 for number in range(20):
     job, other = (CopyStager(f"{name}.{number}", bases=Bases(shm=base)) for _ in range(2))
     path = job.directory("shm")
     os.mkdir(f"{path}/own")
-    data = job.stage(StageRequest("data", source, target="shm")).path
+    data = job.stage(Stage("data", source, target="shm")).path
     other.hold(path)
     other.hold(data)
     other.store("shm").sweep()
@@ -297,7 +299,7 @@ def test_the_manifest_is_on_disk_before_the_data_have_their_name(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", renamed)
-    data = stager.stage(StageRequest("data", str(source), target="shm")).path
+    data = stager.stage(Stage("data", str(source), target="shm")).path
     monkeypatch.undo()
     directory = os.path.dirname(data)
     named = events.index(("to", f"{directory}/.data.manifest"))

@@ -16,7 +16,7 @@ from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.node import shm
 from hpml_exporters.node.shm import make
 
-from hpml_orchestrator.staging.request import StageRequest
+from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.stage import CopyStager
 from tests.unit.exporters.collectors.reading import context, post, sampled
 
@@ -62,7 +62,7 @@ def stage(place: Path, key: str = "", *, keep: bool = False) -> Path:
         put(source / f"{number}")
     try:
         stager = CopyStager(key)
-        path = stager.stage(StageRequest("data", str(source), target=str(place), keep=keep)).path
+        path = stager.stage(Stage("data", str(source), target=str(place), keep=keep)).path
         stager.leave()
     finally:
         shutil.rmtree(source)

@@ -28,7 +28,8 @@ S._TreeReader.read = read
 NODE = """
 import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.staging.request import Bases, StageRequest
+from hpml_orchestrator.records.job import Stage
+from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
@@ -45,7 +46,7 @@ def room(path):
     return Room(node["room"], "a test", None, 4096, False) if node["room"] is not None else found
 exec(node["before"])
 stager = CopyStager("7.0", bases=Bases(shm=node["base"]), should_stop=lambda: bool(stop), room=room)
-request = StageRequest(
+request = Stage(
     "data", node["source"], kind=node["kind"], target="shm", keep=node["keep"]
 )
 status = 0
