@@ -26,8 +26,8 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.copy import CopyOptions, check_directories, copy
-from hpml_orchestrator.staging.faults import Problems, Retry, StagingStopped, shown
+from hpml_orchestrator.staging.copy import CopyOptions, copy
+from hpml_orchestrator.staging.faults import Retry, StagingStopped, shown
 from hpml_orchestrator.staging.link import (
     START,
     BrokenLinkError,
@@ -225,10 +225,6 @@ class Head(_Member):
             digests = copy(
                 plan, source, partial_dir, options=options, retry=retry, progress=progress
             )
-            if self.kind in {"tree", "file"}:
-                problems = Problems(f"cannot stage {plan.name}")
-                check_directories(plan, retry, problems, threads=source.threads)
-                problems.raise_any()
             self._agree(plan, source, digests)
         return digests
 
@@ -398,10 +394,10 @@ class _SendingSource:
         ahead: how many small files they read ahead.
     """
 
-    kind = "chain"
     ordered = True
 
     def __init__(self, source: Source, link: Link, retry: Retry, threads: int, ahead: int) -> None:
+        self.kind = source.kind
         self._source = source
         self._link = link
         self._retry = retry

@@ -207,7 +207,7 @@ def copy(
         OSError: the target cannot be written.
     """
     copier = _Copier(plan, source, target_dir, options, retry, progress)
-    problems, threads = copier.problems, copier.processes * copier.threads
+    problems, threads = copier.problems, options.threads or readers_for(plan.source_root)
     # With `goes_on`, hard links may lead to files that could not be copied.
     missing = [FileNotFoundError] if options.goes_on else []
     target = os.open(target_dir, _DIRECTORY)

@@ -261,6 +261,7 @@ def test_verify(node: Node, tree: Path) -> None:
     assert node.stage(str(tree), "--to", "shm", "--print", "reused").out == "no\n"
     path = node.stage(str(tree), "--to", "local", "--no-hash", "--print", "path").out.strip()
     assert "names and sizes of 50 files match; no digests to" in node.stage("verify", path).out
+    assert "PATH: must be the path of staged data" in node.stage("verify", "").err
 
 
 def test_clean(node: Node, tree: Path) -> None:
