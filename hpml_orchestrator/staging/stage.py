@@ -56,6 +56,13 @@ if TYPE_CHECKING:
 
 _KEY_BYTES = 16
 
+_ROOM_TO_BEGIN = Need(1 << 20, 64)
+"""The room for the directories and records of a job."""
+
+_BUSY_SECONDS = 10.0
+"""How long a node of a chain waits for another process of its job, such as the agent of an earlier
+attempt. If two nodes had one directory, each would wait for the other."""
+
 
 def open_source(
     request: Stage, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
@@ -97,14 +104,12 @@ class Supply(ABC):
     Attributes:
         request: what is staged.
         method: how the data comes: "copy", "unpack" or "chain".
-        is_filled: whether `fill` brought the data, which have been published.
     """
 
     method: str
 
     def __init__(self, request: Stage) -> None:
         self.request = request
-        self.is_filled = False
 
     @property
     @abstractmethod
@@ -230,14 +235,6 @@ class LocalSupply(Supply):
             self.source.close()
 
 
-_ROOM_TO_BEGIN = Need(1 << 20, 64)
-"""The room for the directories and records of a job."""
-
-_BUSY_SECONDS = 10.0
-"""How long a node of a chain waits for another process of its job, such as the agent of an earlier
-attempt. If two nodes had one directory, each would wait for the other."""
-
-
 class CopyStager:
     """Copies into a hidden directory and renames it when it is complete.
 
@@ -304,9 +301,8 @@ class CopyStager:
                 supply = self.local(request, request.target)
             if supply.is_collective:
                 supply.plan()  # an exchange between all nodes, those with the data included
-            entry, manifest = self._obtained(supply, store)
-            # The other nodes of a chain may need the data all the same.
-            if not supply.is_filled:
+            entry, manifest, is_copied = self._obtained(supply, store)
+            if not is_copied:  # the other nodes of a chain may need the data all the same
                 supply.reuse()
         except BaseException as error:
             known = request_error(request.name, request.source, error)
@@ -327,7 +323,7 @@ class CopyStager:
             files=manifest.files,
             seconds=time.monotonic() - begin,
             method=manifest.method,
-            reused=not supply.is_filled,
+            reused=not is_copied,
             digest=manifest.digest,
             kept=not job_of(entry.path),
             evicted=evicted,
@@ -336,10 +332,22 @@ class CopyStager:
             ),
         )
 
-    def _obtained(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest]:
-        """Hold an entry with the data: found, waited for, or made.
+    def _obtained(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest, bool]:
+        """Hold an entry that has the data; True if they were copied."""
+        manifest, is_copied = None, False
+        while manifest is None:
+            entry, manifest = self._claimed(supply, store)
+            if manifest is None:
+                manifest, is_copied = self._filled(entry, supply, store), True
+        entry = self._held(entry)
+        if not self._job_key:
+            entry.keep_by_hand()
+        return entry, manifest, is_copied
 
-        The job's own entry is made if the data go with the job, if the kept ones are damaged but
+    def _claimed(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest | None]:
+        """Return an entry that has the data, with its manifest, or an empty one to be filled.
+
+        The job's own entry is filled if the data go with the job, if the kept ones are damaged but
         other jobs use them, and if waiting for another job could delay other nodes.
         """
         request = supply.request
@@ -352,10 +360,6 @@ class CopyStager:
         made = {own, *(kept[-1:] if request.keep else ())}
         if self._on_several_nodes:  # what only some of them have would have another path there
             kept = [name for name in kept if name in made]
-
-        def fill(entry: Entry) -> Manifest:
-            return self._publish(supply, store, entry)
-
         for name in (*kept, own):
             patience = float("inf")
             if supply.is_collective:
@@ -363,55 +367,59 @@ class CopyStager:
                 patience = _BUSY_SECONDS if name == own else 0.0
             if name == own and (lease := self._leases.pop(f"{store.path}/{own}", None)):
                 lease.release()
-            found = store.obtain(
+            claimed = store.claim(
                 name,
-                fill if name in made else None,
                 self._retry,
+                make=name in made,
                 patience=patience,
                 on_wait=self._on_progress,
             )
-            if found is not None:
-                entry = self._held(found[0])
-                if not self._job_key:
-                    entry.keep_by_hand()
-                return entry, found[1]
+            if claimed is not None:
+                return claimed
         raise StagingError(
             f"another process of this job stages {request.name} in {shown(store.path)}, "
             "maybe on another node",
             hint="the target must be a directory of each node's own",
         )
 
-    def _publish(self, supply: Supply, store: NodeStore, entry: Entry) -> Manifest:
-        """Copy the data into an entry; they appear when they are complete."""
-        there = self._room(entry.path)
-        need = supply.plan().need(there.block_bytes, there.inode_bytes)
-        name, where = supply.request.name, store.base
-        if need.at_least:  # the plan has only a part of the data, too large already
-            check_room(need, replace(there, bytes=0), name=name, where=where)
-        # Kept data goes only now, when the data are known to come, and only if that makes enough
-        # room.
-        self._make_room(store, need, entry.path)
-        # A node of a chain has one try: the data have passed by when it fails.
-        for again in (not supply.is_collective, False):
+    def _filled(self, entry: Entry, supply: Supply, store: NodeStore) -> Manifest | None:
+        """Copy the data into an entry that this process has alone, then let others use it.
+
+        Returns None if another process removed the entry as soon as it could.
+        """
+        try:
+            there = self._room(entry.path)
+            need = supply.plan().need(there.block_bytes, there.inode_bytes)
+            name, where = supply.request.name, store.base
+            if need.at_least:  # the plan has only a part of the data, too large already
+                check_room(need, replace(there, bytes=0), name=name, where=where)
+            # Kept data goes only now, when the data are known to come, and only if that makes
+            # enough room.
+            self._make_room(store, need, entry.path)
             try:
                 check_room(need, self._room(entry.path), name=name, where=where)
-                return self._copy(supply, entry)
-            except StagingStopped:
-                raise
-            except (HpmlError, OSError):
+                manifest = self._copied(entry, supply)
+            except (HpmlError, OSError) as error:
                 # Something else may have used up the room since the check. Make more by removing
-                # unused kept data, once.
-                if not again or not self._make_room(store, need, entry.path):
+                # unused kept data, once; but a node of a chain has one try: the data have passed.
+                if isinstance(error, StagingStopped) or supply.is_collective:
                     raise
-        raise AssertionError
+                if not self._make_room(store, need, entry.path):
+                    raise
+                check_room(need, self._room(entry.path), name=name, where=where)
+                manifest = self._copied(entry, supply)
+            entry.trust()
+        except BaseException:
+            entry.discard()
+            raise
+        if entry.share():
+            return manifest
+        entry.release()
+        return None
 
-    def _make_room(self, store: NodeStore, need: Need, directory: str) -> bool:
-        """Remove unused kept data if that makes enough room; return whether any was removed."""
-        removed = store.make_room(need, lambda: self._room(directory))
-        self._evicted += removed
-        return bool(removed)
+    def _copied(self, entry: Entry, supply: Supply) -> Manifest:
+        """Copy into a hidden directory; the data get their name when they are complete."""
 
-    def _copy(self, supply: Supply, entry: Entry) -> Manifest:
         def report(*figures: int) -> None:
             entry.tell(*figures)
             if self._on_progress is not None:
@@ -437,8 +445,13 @@ class CopyStager:
             with contextlib.suppress(OSError):
                 remove_tree(partial)
             raise
-        supply.is_filled = True
         return manifest
+
+    def _make_room(self, store: NodeStore, need: Need, directory: str) -> bool:
+        """Remove unused kept data if that makes enough room; return whether any was removed."""
+        removed = store.make_room(need, lambda: self._room(directory))
+        self._evicted += removed
+        return bool(removed)
 
     def has(self, target: str, supply: Supply) -> bool:
         """Return whether a copy of a request's data is at a target already.

@@ -45,11 +45,15 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.space import Need, Room
 
-    Fill = Callable[["Entry"], Manifest]
-    """Publishes data in an entry that this process holds alone."""
-
+DATA, LEASE, BY_HAND = "data", ".lease", ".by-hand"
+PARTIAL, _MANIFEST = f".{DATA}.partial-", f".{DATA}.manifest"
+_POLL_SECONDS = 0.2  # with the tries of a lock
+_POLLS_PER_REPORT = 5
+_POLLS_OF_DAMAGED = 5
+_LEASE_BYTES = 256
+_TRIES, _TRY_SECONDS = 5, 0.02  # another process may only be looking whether a lease is free
 CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_ATTEMPTS = 5
+_REMOVALS = 5  # of a tree in which others make files
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
@@ -80,7 +84,7 @@ def remove_tree(path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         return
-    for _ in range(_ATTEMPTS):
+    for _ in range(_REMOVALS):
         try:
             _remove(path)
         except PermissionError:  # a job may have made its directories read-only
@@ -111,15 +115,6 @@ def _open_up(path: str) -> None:
             if not os.path.islink(full):
                 with contextlib.suppress(OSError):
                     os.chmod(full, 0o700)
-
-
-DATA, LEASE, BY_HAND = "data", ".lease", ".by-hand"
-PARTIAL, _MANIFEST = f".{DATA}.partial-", f".{DATA}.manifest"
-_POLL_SECONDS = 0.2  # with the tries of a lock
-_POLLS_PER_REPORT = 5
-_POLLS_OF_DAMAGED = 5
-_LEASE_BYTES = 256
-_TRIES, _TRY_SECONDS = 5, 0.02  # another process may only be looking whether a lease is free
 
 
 class BusyError(StagingError):
@@ -227,6 +222,13 @@ class Entry:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}/{name}")
         _remove_empty(self.path)
+
+    def discard(self) -> None:
+        """Remove the entry, whose lease this process has alone, as far as that can be done."""
+        with contextlib.suppress(HpmlError, OSError):
+            if self.is_current():
+                self.remove()
+        self.release()
 
 
 def _remove_empty(entry: str) -> None:
@@ -344,21 +346,21 @@ class NodeStore:
             raise StagingError(f"{shown(self.path)} can be written by others: not used")
         return True
 
-    def obtain(
+    def claim(
         self,
         name: str,
-        fill: Fill | None,
         retry: Retry,
         *,
+        make: bool,
         patience: float = float("inf"),
         on_wait: OnProgress | None = None,
-    ) -> tuple[Entry, Manifest] | None:
-        """Return an entry in use, with complete data: found, waited for, or filled.
+    ) -> tuple[Entry, Manifest | None] | None:
+        """Return an entry in use, with its manifest, or an empty one that this process has alone.
 
         Args:
             name: of the entry.
-            fill: publishes the data; None: only look for an entry, do not make one.
             retry: asked whether to stop while another process copies.
+            make: make an entry to be filled if there is none with complete data.
             patience: seconds to wait for another process's copy.
             on_wait: called with the other process's progress about once a second.
 
@@ -367,7 +369,7 @@ class NodeStore:
             theirs), and if another process still copies after `patience`.
 
         Raises:
-            StagingError: the copy failed; nothing of it is left.
+            StagingError: the entry cannot be read or emptied.
         """
         polls = damaged = 0
         while True:
@@ -381,7 +383,7 @@ class NodeStore:
                         return entry, manifest
                     entry.release()
                     is_damaged = True
-                entry = self.lock(name, exclusive=True, create=fill is not None)
+                entry = self.lock(name, exclusive=True, create=make)
             except BusyError:
                 damaged = damaged + 1 if is_damaged else 0  # 0: another process copies it
                 if damaged >= _POLLS_OF_DAMAGED or polls * _POLL_SECONDS >= patience:
@@ -389,11 +391,22 @@ class NodeStore:
                 polls += 1
                 self._wait(name, retry, on_wait if polls % _POLLS_PER_REPORT == 0 else None)
                 continue
-            made = self._filled(entry, fill) if entry is not None else None
-            if entry is None or fill is None:
+            if entry is None:
                 return None
-            if made is not None:
-                return entry, made
+            if entry.manifest() is not None and entry.is_trusted():
+                entry.release()  # another process has published it meanwhile
+            elif make:
+                try:
+                    with as_staging_error(entry.path):
+                        entry.empty()
+                except BaseException:
+                    entry.discard()
+                    raise
+                entry.tell(0)  # not the boot of earlier data
+                return entry, None
+            else:
+                entry.discard()
+                return None
 
     def _complete(self, entry: Entry, retry: Retry) -> Manifest | None:
         """Return the manifest of complete data; the first use after a restart reads all contents.
@@ -408,31 +421,6 @@ class NodeStore:
             return None
         entry.trust()
         return manifest
-
-    def _filled(self, entry: Entry, fill: Fill | None) -> Manifest | None:
-        """Fill an entry that this process has alone; None if the caller must look again."""
-        try:
-            if entry.manifest() is not None and entry.is_trusted():
-                entry.release()  # another process has published it meanwhile
-                return None
-            with as_staging_error(entry.path):
-                entry.empty()
-            manifest = None
-            if fill is not None:
-                entry.tell(0)  # not the boot of earlier data
-                manifest = fill(entry)
-                entry.trust()
-                if entry.share():
-                    return manifest
-            elif entry.is_current():
-                entry.remove()
-            entry.release()
-        except BaseException:
-            with contextlib.suppress(HpmlError, OSError):  # the first error is the one to report
-                entry.remove()
-            entry.release()
-            raise
-        return None
 
     def _wait(self, name: str, retry: Retry, on_wait: OnProgress | None) -> None:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import InputError, StagingError
+from hpml_orchestrator.errors import InputError, RecordError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import clean
@@ -45,9 +45,23 @@ def fill(entry: Entry, text: str = "text") -> Manifest:
     return made
 
 
-def fill_for_long(entry: Entry) -> Manifest:
+def obtained(store: NodeStore, name: str) -> Entry:
+    """An entry with data, as several processes use it."""
+    claimed = store.claim(name, RETRY, make=True)
+    assert claimed is not None
+    entry, manifest = claimed
+    if manifest is None:
+        fill(entry)
+        entry.trust()
+        assert entry.share()
+    return entry
+
+
+def fill_for_long(store: NodeStore, name: str) -> None:
     """Begin a copy that ends only when it is killed."""
-    Path(entry.path, ".data.partial-1-aa").mkdir()
+    claimed = store.claim(name, RETRY, make=True)
+    assert claimed is not None
+    Path(claimed[0].path, ".data.partial-1-aa").mkdir()
     time.sleep(600)
     raise AssertionError
 
@@ -133,31 +147,35 @@ def test_a_lease_is_of_one_that_fills_or_of_all_that_use(base: Path) -> None:
     """What is used is neither filled nor removed; nothing is made by looking for it."""
     store = NodeStore(str(base))
     assert store.lock("a-1", exclusive=False) is None
-    assert store.obtain("a-1", None, RETRY) is None
+    assert store.claim("a-1", RETRY, make=False) is None
     assert not store.remove("a-1")
     assert os.listdir(base) == []
-    found = [store.obtain("a-1", fill, RETRY) for _ in range(2)]
-    assert all(one is not None and one[1].source == "/source" for one in found)
+    found = [obtained(store, "a-1") for _ in range(2)]
+    manifests = [one.manifest() for one in found]
+    assert all(one is not None and one.source == "/source" for one in manifests)
     with pytest.raises(BusyError):
         store.lock("a-1", exclusive=True)
     assert not store.remove("a-1")
     for one in found:
-        assert one is not None
-        one[0].release()
+        one.release()
     assert not store.remove("a-1", lambda _path: False)
     assert store.remove("a-1")
     assert os.listdir(base) == []
 
 
-def test_a_copy_that_fails_leaves_nothing(base: Path) -> None:
+def test_a_copy_that_fails_leaves_nothing(
+    base: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither entry nor store; the first error is the one that is reported."""
 
-    def fail(entry: Entry) -> Manifest:
-        fill(entry)
-        raise StagingError("the reason")
+    def fail(_self: Manifest, _path: str) -> None:
+        raise RecordError("the reason")
 
+    monkeypatch.setattr(Manifest, "write", fail)
+    stager = job(base)
     with pytest.raises(StagingError, match="the reason"):
-        NodeStore(str(base)).obtain("a-1", fail, RETRY)
+        stager.stage(Stage("data", str(source), target="shm"))
+    stager.cleanup()
     assert os.listdir(base) == []
 
 
@@ -166,19 +184,18 @@ def test_what_a_killed_copier_left_goes_with_whoever_comes_next(
 ) -> None:
     """Nobody asks for the same data again: nothing stays all the same, but a living one's copy."""
     store = NodeStore(str(base))
-    copiers = [start(store.obtain, name, fill_for_long, RETRY) for name in ("a-1", "b-1")]
+    copiers = [start(fill_for_long, store, name) for name in ("a-1", "b-1")]
     eventually(lambda: len(partials(base)) == 2)
     copiers[0].kill()
     copiers[0].join()
     store.sweep()
     assert [path.name for path in entries(base)] == ["b-1"]
-    assert store.obtain("b-1", fill, RETRY, patience=0.3) is None, "it is being copied"
+    assert store.claim("b-1", RETRY, make=True, patience=0.3) is None, "it is being copied"
     copiers[1].kill()
     copiers[1].join()
-    found = store.obtain("b-1", fill, RETRY)
-    assert found is not None
+    entry = obtained(store, "b-1")
     assert partials(base) == []
-    found[0].release()
+    entry.release()
 
 
 HOLD = """
