@@ -368,7 +368,8 @@ def _option_names(
             option = _OPTIONS.get(error.field, "")
             if error.field == "target" and base and error.value == base:
                 option = "--local-dir" if to == "local" and local_dir else option
-                error.hint = error.hint or "set by the site profile, $SLURM_TMPDIR or $TMPDIR"
+                if not local_dir:
+                    error.hint = "set by the site profile, $SLURM_TMPDIR or $TMPDIR"
             if option:
                 raise InputError(
                     error.message, field=option, value=error.value, hint=error.hint

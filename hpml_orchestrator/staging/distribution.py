@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
-"""How much a node of the chain buffers before it forwards."""
+"""What the model assumes that each node holds before it forwards; in fact messages are smaller."""
 
 _START_SECONDS = 0.5
 """Time until a chain's first byte: the nodes have to find one another."""

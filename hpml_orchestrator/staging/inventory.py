@@ -128,11 +128,13 @@ def clean(
                     continue
                 idle_seconds = max(0.0, now - staged.last_used)
                 is_old = older_seconds is not None and idle_seconds >= older_seconds
-                stays = staged.state == "ok" and not staged.job
+                is_wanted = staged.state == "ok" or (staged.by_hand and staged.state == "damaged")
+                stays = is_wanted and not staged.job
                 if staged.in_use:
                     done.kept.append((staged, f"in use by {staged.in_use}"))
                 elif stays and not (only or everything or is_old):
                     by = "staged by hand" if staged.by_hand else "kept for later jobs"
+                    by += ", changed since" if staged.state == "damaged" else ""
                     why = f"{by}, last used {age_text(idle_seconds)} ago"
                     done.kept.append((staged, why))
                 else:

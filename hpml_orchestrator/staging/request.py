@@ -43,7 +43,7 @@ class StageResult:
         bytes: sum of the sizes of its regular files, each inode counted once.
         files: number of its regular files, each name counted.
         seconds: wall time of this call, waiting for another stager included.
-        method: how the data was brought: "copy", "unpack" or "chain".
+        method: how the data was brought: "copy", "unpack", "chain" or IN_PLACE.
         reused: the data was there already; this call copied nothing.
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
@@ -167,7 +167,16 @@ def _is_packed(directory: str) -> bool:
     # that is read as it is, so they are not unpacked by default.
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
-    return all(_SHARD.fullmatch(name) for name in os.listdir(directory))
+    names = os.listdir(directory)
+    others = [name for name in names if not _SHARD.fullmatch(name)]
+    if others and len(names) - len(others) > 1:
+        raise InputError(
+            f"looks like a pack, but also holds {shown(min(others))}",
+            field="source",
+            value=directory,
+            hint="remove it, or take the directory as it is: kind: tree",
+        )
+    return not others
 
 
 def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[Stage]:
@@ -240,11 +249,12 @@ def name_of(source: str) -> str:
 def _target(to: str) -> str:
     if to in _WORDS:
         return to
-    if "/" not in to:
+    if "/" not in to or _URL.fullmatch(to):
+        is_name = bool(to) and "/" not in to
         raise InputError(
             "must be auto, shm, local or the path of a directory",
             field="--to",
             value=to,
-            hint=f"a directory of that name: --to {shown(f'./{to}')}" if to else "",
+            hint=f"a directory of that name: --to {shown(f'./{to}')}" if is_name else "",
         )
-    return os.path.abspath(to)
+    return os.path.abspath(os.path.expanduser(to))

@@ -1,7 +1,7 @@
 """Sources of data: one `Source` per kind, read by several workers at once.
 
 The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
-reader. Directories and files are read here, archives in archives.py and zips.py.
+reader. Directories and files are read here, archives in archives.py.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ from hpml_orchestrator.staging.space import Need, Room, capacity_at, check_room,
 from hpml_orchestrator.staging.store import (
     DATA,
     PARTIAL,
+    ChangedError,
     NodeStore,
+    as_staging_error,
     base_above,
     job_of,
     remove_tree,
@@ -201,7 +203,7 @@ class LocalSupply(Supply):
         self.source = source
         self._options = options or CopyOptions()
         self._plan: CopyPlan | None = None
-        self._open = True
+        self._is_open = True
         self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
 
     @property
@@ -230,8 +232,8 @@ class LocalSupply(Supply):
 
     def close(self) -> None:
         """Close the source, once."""
-        if self._open:
-            self._open = False
+        if self._is_open:
+            self._is_open = False
             self.source.close()
 
 
@@ -367,13 +369,18 @@ class CopyStager:
                 patience = _BUSY_SECONDS if name == own else 0.0
             if name == own and (lease := self._leases.pop(f"{store.path}/{own}", None)):
                 lease.release()
-            claimed = store.claim(
-                name,
-                self._retry,
-                make=name in made,
-                patience=patience,
-                on_wait=self._on_progress,
-            )
+            try:
+                claimed = store.claim(
+                    name,
+                    self._retry,
+                    make=name in made,
+                    patience=patience,
+                    on_wait=self._on_progress,
+                )
+            except ChangedError:
+                if not self._job_key:
+                    raise
+                continue
             if claimed is not None:
                 return claimed
         raise StagingError(
@@ -500,7 +507,7 @@ class CopyStager:
         if base not in self._stores:
             store = self._unopened(target)
             if os.path.isabs(target) and os.path.isdir(os.path.dirname(target.rstrip("/"))):
-                with contextlib.suppress(OSError):  # what is wrong with it is said below
+                with as_staging_error(target), contextlib.suppress(FileExistsError):
                     os.mkdir(target)
             store.check_base()
             store.sweep()

@@ -117,6 +117,17 @@ def _open_up(path: str) -> None:
                     os.chmod(full, 0o700)
 
 
+class ChangedError(StagingError):
+    """What a person staged was changed since; it is theirs to remove."""
+
+    def __init__(self, data: str) -> None:
+        where = shown(data)
+        super().__init__(
+            f"{where} was changed after you staged it",
+            hint=f"`hpml stage verify {where}` shows how; `hpml stage clean {where}` removes it",
+        )
+
+
 class BusyError(StagingError):
     """Another process has the lease."""
 
@@ -272,7 +283,14 @@ class NodeStore:
             StagingError: a directory above it is closed to this user.
         """
         if not is_directory(self.base):
-            raise InputError("no such directory on this node", field="target", value=self.base)
+            there = os.path.lexists(self.base)
+            fault = "is not a directory" if there else "no such directory on this node"
+            hint = "" if there else "a new directory is made only in one that is there"
+            raise InputError(fault, field="target", value=self.base, hint=hint)
+        if base_above(self.base):
+            raise InputError(
+                "must not be in a directory of staged data", field="target", value=self.base
+            )
         kind = file_system_type(self.base, proc_root=self._proc_root)
         if kind in SHARED_TYPES:
             raise InputError(
@@ -328,9 +346,15 @@ class NodeStore:
 
     def _make(self, path: str) -> None:
         for one in (self.path, path):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):  # being removed: again
+            try:
                 os.mkdir(one, 0o700)
-                os.chmod(one, 0o700)  # whatever the umask
+                with contextlib.suppress(FileNotFoundError):  # already removed by the last job
+                    os.chmod(one, 0o700)  # whatever the umask
+            except FileExistsError:
+                pass
+            except FileNotFoundError:
+                if one == self.path:  # the base is gone, or takes no directories, as /proc
+                    raise
             self._is_there()  # before anything is made in it
 
     def _is_there(self) -> bool:
@@ -369,6 +393,7 @@ class NodeStore:
             theirs), and if another process still copies after `patience`.
 
         Raises:
+            ChangedError: a person has staged it, and it was changed since.
             StagingError: the entry cannot be read or emptied.
         """
         polls = damaged = 0
@@ -378,7 +403,7 @@ class NodeStore:
             try:
                 entry = self.lock(name, exclusive=False)
                 if entry is not None:
-                    manifest = self._complete(entry, retry)
+                    manifest = self._verified(entry, retry)
                     if manifest is not None:
                         return entry, manifest
                     entry.release()
@@ -393,22 +418,30 @@ class NodeStore:
                 continue
             if entry is None:
                 return None
-            if entry.manifest() is not None and entry.is_trusted():
-                entry.release()  # another process has published it meanwhile
-            elif make:
-                try:
-                    with as_staging_error(entry.path):
-                        entry.empty()
-                except BaseException:
-                    entry.discard()
-                    raise
-                entry.tell(0)  # not the boot of earlier data
-                return entry, None
-            else:
-                entry.discard()
-                return None
+            if entry.manifest() is None or not entry.is_trusted():
+                return (entry, None) if self._emptied(entry, make=make) else None
+            entry.release()  # another process has published it meanwhile
 
-    def _complete(self, entry: Entry, retry: Retry) -> Manifest | None:
+    def _emptied(self, entry: Entry, *, make: bool) -> bool:
+        """Empty an entry that this process has alone, or without `make` remove it."""
+        found = entry.manifest()
+        is_unknown = found is not None and not found.digest  # no digests, and the machine restarted
+        if is_published(entry.path) and not _may_go(entry.path) and not is_unknown:
+            entry.release()
+            raise ChangedError(entry.data)
+        if not make:
+            entry.discard()
+            return False
+        try:
+            with as_staging_error(entry.path):
+                entry.empty()
+        except BaseException:
+            entry.discard()
+            raise
+        entry.tell(0)  # not the boot of earlier data
+        return True
+
+    def _verified(self, entry: Entry, retry: Retry) -> Manifest | None:
         """Return the manifest of complete data; the first use after a restart reads all contents.
 
         After a crash, names and sizes may be on disk while the last seconds' contents are not.

@@ -239,7 +239,7 @@ def test_ls(node: Node, tree: Path) -> None:
 
 
 def test_verify(node: Node, tree: Path) -> None:
-    """One bit, a missing file, one too many: status 8, by their names; it is staged anew then."""
+    """One bit, a missing file, one too many: status 8, by their names; it stays until cleaned."""
     path = node.stage(str(tree), "--to", "shm", "--print", "path").out.strip()
     intact = node.stage("verify", path).out
     assert intact.startswith(f"{path} is intact: 50 files, 24.4 KiB (25000 bytes) read in ")
@@ -258,6 +258,10 @@ def test_verify(node: Node, tree: Path) -> None:
     assert (shown.code, report["count"], report["hashed"]) == (8, 3, True)
     assert len(report["problems"]) == 3
     assert [data["state"] for data in node.stage("ls", "--json").json()] == ["damaged"]
+    again = node.stage(str(tree), "--to", "shm")
+    assert again.refuses(8, f"{path} was changed after you staged it", f"clean {path}` removes it")
+    assert ": staged by hand, changed since, last used " in node.stage("clean", "shm").out
+    assert node.stage("clean", path).code == 0
     assert node.stage(str(tree), "--to", "shm", "--print", "reused").out == "no\n"
     path = node.stage(str(tree), "--to", "local", "--no-hash", "--print", "path").out.strip()
     assert "names and sizes of 50 files match; no digests to" in node.stage("verify", path).out

@@ -14,7 +14,7 @@ from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.inventory import clean, list_staged
 from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room
@@ -258,7 +258,7 @@ def test_nodes_have_the_same_path_whatever_earlier_jobs_left(base: Path, source:
 
 
 def test_what_a_person_staged_stays_and_is_found(base: Path, source: Path) -> None:
-    """By the person and by jobs, after which it stays all the same, damaged meanwhile or not."""
+    """By the person and by jobs; once it was changed, a job makes its own and the person is told."""
     person, job = stager(base, ""), stager(base, "1.0")
     made = person.stage(kept(source))
     person.cleanup()
@@ -267,9 +267,17 @@ def test_what_a_person_staged_stays_and_is_found(base: Path, source: Path) -> No
         assert (made.reused, found.reused, found.path) == (False, True, made.path)
         one.cleanup()
     Path(made.path, "extra").touch()
-    assert not job.stage(kept(source)).reused
+    own = job.stage(kept(source))
+    assert (own.reused, own.kept) == (False, False)
     job.cleanup()
-    assert [(one.by_hand, one.state) for one in list_staged([str(base)])] == [(True, "ok")]
+    with pytest.raises(StagingError, match="was changed after you staged it"):
+        person.stage(kept(source))
+    assert [(one.by_hand, one.state) for one in list_staged([str(base)])] == [(True, "damaged")]
+    assert Path(made.path, "extra").exists()
+    clean([str(base)])
+    assert Path(made.path, "extra").exists()
+    clean([str(base)], everything=True)
+    assert os.listdir(base) == []
 
 
 def test_a_person_is_told_that_an_archive_does_not_fit(base: Path, source: Path) -> None:

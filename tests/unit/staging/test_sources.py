@@ -142,7 +142,9 @@ def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
     (tmp_path / "tree.tar").touch()
     assert kind_of(Stage("x", str(tmp_path))) == "pack"
     (tmp_path / "README").touch()
-    assert kind_of(Stage("x", str(tmp_path))) == "tree"
+    with pytest.raises(InputError, match="looks like a pack, but also holds README"):
+        kind_of(Stage("x", str(tmp_path)))
+    assert kind_of(Stage("x", str(tmp_path), kind="tree")) == "tree"
     with pytest.raises(InputError, match="it holds README"):
         kind_of(Stage("x", str(tmp_path), kind="pack"))
     with pytest.raises(InputError, match="has kind zip, but is a directory"):

@@ -122,6 +122,15 @@ def test_bases_must_be_there_and_local(base: Path, tmp_path: Path) -> None:
     """A missing base and one on a shared file system are the caller's error."""
     with pytest.raises(InputError, match="no such directory"):
         NodeStore(str(base / "none")).check_base()
+    (base / "file").touch()
+    with pytest.raises(InputError, match="is not a directory"):
+        NodeStore(str(base / "file")).check_base()
+    inside = base / f"hpml-{os.getuid()}" / "sub"
+    inside.mkdir(parents=True)
+    with pytest.raises(InputError, match="must not be in a directory of staged data"):
+        NodeStore(str(inside)).check_base()
+    with pytest.raises(StagingError, match="cannot use /proc/hpml-"):
+        NodeStore("/proc").lock("a-1", exclusive=True, create=True)
     with pytest.raises(InputError, match="absolute"):
         NodeStore("relative")
     (tmp_path / "self").mkdir()
