@@ -287,7 +287,7 @@ def _check_source(path: str) -> None:
         near = nearest(os.path.basename(path)[:_WORD_CHARACTERS], COMMANDS)
         hint = f"`hpml stage` also has the commands {', '.join(COMMANDS)}"
         if near:
-            hint = f"did you mean `hpml stage {near}`? its options stand behind it"
+            hint = f"did you mean `hpml stage {near}`? its options come after it"
         raise NotFoundError(f"no such file or directory: {shown(path)}", hint=hint) from error
 
 

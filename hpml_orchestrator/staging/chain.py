@@ -104,7 +104,7 @@ class _Member(Supply):
         """Take a message from each neighbour, waiting for the first one; raises what ends all."""
         if self._place.should_stop():
             raise StagingStopped
-        # Threads that only look by the way must not wait for one that listens.
+        # Copying threads, which only look now and then, must not wait for one that listens.
         if not self._hearing.acquire(blocking=seconds > 0):
             return
         try:

@@ -158,7 +158,8 @@ class Supply(ABC):
         """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
 
         It covers the real path and its status, the kind, and the plan's fingerprint; with
-        `trust_mtime` only the status. Every Python has BLAKE2b: no name depends on it.
+        `trust_mtime` only the status. Every Python has
+        BLAKE2b, so all of them find the same names.
         """
         real = os.path.realpath(self.request.source)
         info = os.stat(real)

@@ -332,7 +332,7 @@ class NodeStore:
                         continue  # another process has just removed the entry
                     return None
                 except OSError:
-                    _remove_empty(path)  # made in vain, on a full disk
+                    _remove_empty(path)  # of no use without a lease, on a full disk
                     raise
                 if not _locked(lease, exclusive=exclusive):
                     os.close(lease)

@@ -258,7 +258,7 @@ def test_nodes_have_the_same_path_whatever_earlier_jobs_left(base: Path, source:
 
 
 def test_what_a_person_staged_stays_and_is_found(base: Path, source: Path) -> None:
-    """By the person and by jobs; once it was changed, a job makes its own and the person is told."""
+    """By persons and jobs; once it was changed, a job makes its own and the person is told."""
     person, job = stager(base, ""), stager(base, "1.0")
     made = person.stage(kept(source))
     person.cleanup()
