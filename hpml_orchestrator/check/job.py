@@ -286,7 +286,7 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     cpus = resources.ranks * resources.cpus_per_rank
     if "--overcommit" in resources.extra:  # ranks share CPUs
         cpus = min(cpus, len(machine.cpus))
-    memory = memory_mebibytes(job) if resources.memory and machine.memory_mb else 0
+    memory = memory_mebibytes(job) if resources.node_memory and machine.memory_mb else 0
     for code, field_name, noun, requested, limit in (
         ("nodes", "nodes", "node", resources.nodes, 1),
         ("array", "array", "array task", tasks, MAX_TASKS),

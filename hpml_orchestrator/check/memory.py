@@ -198,7 +198,7 @@ def advise(
         notes: to go with it.
     """
     resources = job.resources
-    limit = float(resources.memory * MIB) if resources.memory else host_limit
+    limit = float(resources.node_memory * MIB) or host_limit
     needed = None if host is None else host.at(batch)
     ranks = resources.ranks * resources.nodes
     options = memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
@@ -243,10 +243,10 @@ def advise(
 def check_memory(job: Job, store: Store) -> list[CheckFinding]:
     """Return a warning if the last run of the same program and arguments needed more memory."""
     with contextlib.suppress(HpmlError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        message = _last_run(job, store) if job.resources.memory else ""
+        message = _last_run(job, store) if job.resources.node_memory else ""
         if message:
             hint = "ask for more, or see `hpml advise`"
-            shown = human_bytes((job.resources.memory or 0) * MIB)
+            shown = human_bytes(job.resources.node_memory * MIB)
             return [warning("memory.last_run", "resources.memory", shown, message, None, hint)]
     return []
 
@@ -271,7 +271,7 @@ def _last_run(job: Job, store: Store) -> str:
         used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
         # More memory than before may be enough, so the old end is no reason to warn.
-        enough = (job.resources.memory or 0) > (asked.memory or 0)
+        enough = job.resources.node_memory > asked.node_memory
         if attempt.ended.get("state") == "OUT_OF_MEMORY" and not enough:
             return f"its last run, {submission.sid}, ran out of memory with no less than this"
         if peak >= _NEAR_LIMIT * now:

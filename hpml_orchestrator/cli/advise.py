@@ -137,7 +137,7 @@ def advise(
             host_limit=host_limit, notes=notes,
         )  # fmt: skip
         source = _source(name_of(command), measured)
-    staged = (memory_mebibytes(job) - (job.resources.memory or 0)) * MIB
+    staged = (memory_mebibytes(job) - job.resources.node_memory) * MIB
     if as_json:
         print_json({"name": job.name, "source": source, "staged_bytes": staged, **advice.to_json()})
     else:
@@ -275,7 +275,7 @@ def _verdict(job: Job, advice: Advice) -> str:
             name, what = advice.way.name, advice.way.what
             parts.append(f"does not fit as {first.name}; fits with {name}: {what}")
     need, limit = advice.host_bytes, advice.host_limit
-    asked = "resources.memory" if job.resources.memory else "the node's memory"
+    asked = "resources.memory" if job.resources.node_memory else "the node's memory"
     if need is not None and limit is not None:
         if advice.host_fits:
             parts.append(f"the node's memory suffices: {100 * need / limit:.0f} % of {asked}")
@@ -296,7 +296,7 @@ def _without_activations(job: Job, advice: Advice) -> str:
     first, way = advice.options[0], advice.way
     if advice.device is None:
         need, limit = advice.host_bytes or 0.0, advice.host_limit
-        room = "resources.memory" if job.resources.memory else "the node's memory"
+        room = "resources.memory" if job.resources.node_memory else "the node's memory"
     else:
         need, limit, room = first.need, advice.room, "each GPU's room"
     counted = f"weights, gradients and optimizer states alone need {human_bytes(need)}"

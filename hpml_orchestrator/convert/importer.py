@@ -29,7 +29,7 @@ from hpml_orchestrator.jobfile.load import merge
 from hpml_orchestrator.jobfile.validate import resolved_job
 from hpml_orchestrator.jobfile.write import job_text
 from hpml_orchestrator.records.job import Job, Json, Resources
-from hpml_orchestrator.records.units import format_time, size_text
+from hpml_orchestrator.records.units import format_time, node_memory_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,8 @@ _ORDER = (
 _OPTIONS = {  # that fields of resources come from
     "nodes": "nodes ntasks gpus",
     "gpus": "gres gpus-per-node gpus gpus-per-task",
-    "memory": "mem mem-per-cpu mem-per-gpu",
+    "memory": "mem mem-per-gpu",
+    "memory_per_cpu": "mem-per-cpu",
     **dict.fromkeys(("ranks_per_node", "ranks_per_gpu"), "ntasks-per-node ntasks"),
     "cpus_per_rank": "cpus-per-task cpus-per-gpu",
     "extra": "signal",  # the only option there that a job may not have
@@ -272,6 +273,7 @@ class _Import:
         )
         default = 0 if states_ranks and shared == 1 else gpus * shared or 1
         seconds, time = header.numbers.get("time"), header.option("time")
+        per_cpu = header.numbers.get("mem-per-cpu")
         if time is None:
             why = "hpml asks for an hour, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
@@ -284,7 +286,8 @@ class _Import:
             "ranks_per_gpu": shared if shared > 1 else None,
             "ranks_per_node": size.ranks if size.ranks != default else None,
             "cpus_per_rank": size.cpus_per_rank,
-            "memory": size_text(size.memory_mb) if size.memory_mb else None,
+            "memory": None if size.memory_mb is None else node_memory_text(size.memory_mb),
+            "memory_per_cpu": size_text(per_cpu) if per_cpu else None,
             "time": format_time(seconds) if seconds else None,
             **{n: header.text(n) or None for n in ("partition", "account", "qos", "constraint")},
             "exclusive": "exclusive" in header.options or None,

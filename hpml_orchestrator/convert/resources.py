@@ -11,7 +11,7 @@ from hpml_orchestrator.convert.header import apply_option
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
 from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.records.units import Gpus, size_text
+from hpml_orchestrator.records.units import ALL_MEMORY, Gpus, size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.header import Header
@@ -266,12 +266,10 @@ def _memory(header: Header, given: Allocation, report: ImportReport) -> int | No
     if option is None or numbers.get("mem"):
         return numbers.get("mem")
     if option.name == "mem":
-        why = "a job file cannot ask for all of a node's memory"
-        todo = "write resources.memory, such as 500G (`sinfo -o '%n %m'` shows the nodes' MB)"
-        report.lost(option.line, option.shown, why, todo)
-        return None
-    by_cpu, each = option.name == "mem-per-cpu", numbers[option.name]
-    count = given.cpus if by_cpu else given.gpus.count
-    why = f"{count} {'CPUs' if by_cpu else 'GPUs'} x {size_text(each)} = {size_text(count * each)}"
+        return ALL_MEMORY
+    if option.name == "mem-per-cpu":
+        return None  # a field of its own
+    count, each = given.gpus.count, numbers[option.name]
+    why = f"{count} GPUs x {size_text(each)} = {size_text(count * each)}"
     report.changed(option.line, option.shown, f"a job file has the memory of a node: {why}")
     return count * each or None

@@ -17,6 +17,7 @@ from hpml_orchestrator.diagnosis.shares import (
 )
 from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS, THRESHOLDS
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.records.units import MIB
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts
@@ -99,8 +100,17 @@ def _more_memory(facts: Facts, limit: float) -> list[Change]:
         wanted = _GIB * math.floor(most / _GIB)
     if wanted + in_ram <= limit:
         return [less, Change("use more nodes, or nodes with more memory: these have no more")]
-    size = _size(wanted)
-    return [Change(f"ask for {size} per node", "resources.memory", size), less]
+    return [_asking_for(facts, wanted), less]
+
+
+def _asking_for(facts: Facts, count: float) -> Change:
+    """Return the change to so many bytes of memory per node."""
+    asked = facts.job.resources
+    if asked.memory_per_cpu:
+        size = f"{max(1, math.ceil(count / asked.cores / MIB))}M"
+        return Change(f"ask for {size} per CPU", "resources.memory_per_cpu", size)
+    size = _size(count)
+    return Change(f"ask for {size} per node", "resources.memory", size)
 
 
 def _staged_in_ram(facts: Facts) -> float:
@@ -201,7 +211,7 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
 
 def memory_over_asked(facts: Facts) -> Finding | None:
     """Return whether a job asked for several times the memory that it used."""
-    asked = facts.job.resources.memory
+    asked = facts.job.resources.node_memory
     known = [
         (node.memory_peak_bytes, node.memory_limit_bytes)
         for node in facts.nodes
@@ -212,14 +222,14 @@ def memory_over_asked(facts: Facts) -> Finding | None:
     peak, limit = max(peak for peak, _ in known), max(limit for _, limit in known)
     if limit < _SMALL_BYTES:
         return None
-    size = _size(max(0.0, peak - _staged_in_ram(facts)) * _RESERVE)
+    wanted = max(0.0, peak - _staged_in_ram(facts)) * _RESERVE
     return find(
         facts,
         "memory-over-asked",
         limit / peak,
         f"memory asked for: {limit / peak:.0f} times what was used",
         [f"{limit / peak:.1f} times the peak", f"{human_bytes(peak)} of {human_bytes(limit)}"],
-        [Change(f"ask for {size} per node", "resources.memory", size)],
+        [_asking_for(facts, wanted)],
     )
 
 

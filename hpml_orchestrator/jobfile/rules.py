@@ -76,6 +76,8 @@ def _resources(resources: Resources) -> Iterator[InputError]:
         )
     if fault:
         yield InputError(fault, field="resources.ranks_per_gpu", value=shared)
+    if resources.memory is not None and resources.memory_per_cpu is not None:
+        yield InputError("give memory or memory_per_cpu, not both", field="resources")
 
 
 def _environment(environment: Environment) -> Iterator[InputError]:

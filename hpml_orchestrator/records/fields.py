@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from hpml_orchestrator.records.units import (
     Gpus,
     format_time,
+    node_memory_text,
     parse_gpus,
+    parse_node_memory,
     parse_size_mib,
     parse_time,
     size_text,
@@ -267,7 +269,8 @@ _FIELD_OF = {
     "resources.ranks_per_node": "ntasks ntasks-per-node",
     "resources.cpus_per_rank": "cpus-per-task",
     "resources.gpus": "gpus gpus-per-node gpus-per-task gres",
-    "resources.memory": "mem mem-per-cpu mem-per-gpu",
+    "resources.memory": "mem mem-per-gpu",
+    "resources.memory_per_cpu": "mem-per-cpu",
     "resources.mail.on": "mail-type",
     "resources.mail.to": "mail-user",
     **{
@@ -378,4 +381,5 @@ def _gpus(value: object) -> Gpus:
 _GPU_FORMS = {"anyOf": [_INTEGER, _TEXT, {"type": "array", "items": INTEGER_OR_TEXT}]}
 GpuRequest = Annotated[Gpus, Unit(_gpus, lambda gpus: str(gpus) or "0", _GPU_FORMS)]
 Memory = Annotated[int, Unit(parse_size_mib, size_text, INTEGER_OR_TEXT)]  # MiB
+NodeMemory = Annotated[int, Unit(parse_node_memory, node_memory_text, INTEGER_OR_TEXT)]  # MiB
 Seconds = Annotated[int, Unit(parse_time, format_time, INTEGER_OR_TEXT)]

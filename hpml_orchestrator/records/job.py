@@ -398,8 +398,11 @@ class Resources(JobPart):
     """Ranks that share one GPU and the cores next to it."""
     cpus_per_rank: Annotated[int, Between(1, 100_000)] = 1
     """CPUs per rank, including its data loader workers."""
-    memory: Optional[text.Memory] = None
-    """Memory per node, such as `64G`; data staged into RAM is added to it."""
+    memory: Optional[text.NodeMemory] = None
+    """Memory per node, such as `64G`; data staged into RAM is added to it. `all` is all memory of
+    each node."""
+    memory_per_cpu: Optional[text.Memory] = None
+    """Memory per CPU, such as `4G`, where a cluster wants it; instead of `memory`."""
     time: text.Seconds = 3600
     """Time limit: `2h`, `1d12h`, or minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     partition: Optional[text.PlainWord] = None
@@ -431,6 +434,11 @@ class Resources(JobPart):
     def cores(self) -> int:
         """CPUs per node."""
         return self.ranks * self.cpus_per_rank
+
+    @property
+    def node_memory(self) -> int:
+        """MiB of memory per node; 0 if none is named, or all of it."""
+        return self.memory_per_cpu * self.cores if self.memory_per_cpu else self.memory or 0
 
     @property
     def world_size(self) -> int:

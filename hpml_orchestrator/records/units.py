@@ -228,6 +228,34 @@ def size_text(mebibytes: int) -> str:
     return f"{mebibytes}M"
 
 
+ALL_MEMORY = 0
+"""MiB of a job that takes all memory of its nodes, as `sbatch --mem=0`."""
+
+
+def parse_node_memory(value: object) -> int:
+    """Return MiB of a node's memory that a user wrote; ALL_MEMORY for `all`.
+
+    Raises:
+        ValueError: it is not a size, zero, or over 1 PiB.
+
+    >>> parse_node_memory("64G"), parse_node_memory("all")
+    (65536, 0)
+    """
+    try:
+        return ALL_MEMORY if value == "all" else parse_size_mib(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or `all` of a node's memory") from None
+
+
+def node_memory_text(mebibytes: int) -> str:
+    """Return a node's memory as a job file has it.
+
+    >>> node_memory_text(65536), node_memory_text(0)
+    ('64G', 'all')
+    """
+    return "all" if mebibytes == ALL_MEMORY else size_text(mebibytes)
+
+
 def read_count(text: str) -> int | None:
     """Return a number; None for no limit and for anything else; K is 1024.
 

@@ -124,7 +124,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     stages = _stages(summary, job)
     averaged = numbers(summary.last_step)
     # without a limit of the scheduler, what was requested
-    limit = own = None if asked.memory is None else float(asked.memory * MIB)
+    limit = own = float(asked.node_memory * MIB) or None
     if own is not None:
         limit = own + sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
     facts = replace(

@@ -79,7 +79,7 @@ def resolve_stage_targets(
         InputError: the source does not exist, or is a compressed archive whose size must be given.
     """
     job = resolved.job
-    own = job.resources.memory or 0
+    own = job.resources.node_memory
     origins = dict(resolved.origins)
     stages: list[Stage] = []
     reasons: dict[str, str] = {}

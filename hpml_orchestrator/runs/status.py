@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.texts import ENDING_WORDS
+from hpml_orchestrator.records.units import ALL_MEMORY
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.ends import exit_status, lost_end, record_end, record_lost_ends
 from hpml_orchestrator.runs.state import (
@@ -417,10 +418,15 @@ def _exceeded(
     if state == "TIMEOUT":
         limit = asked.written("time")
         return f"{words}: {limit} requested; raise it with --set resources.time=…"
-    requested = "the job requested no amount"
-    if asked.memory:
+    requested, raised = "the job requested no amount", "memory"
+    if asked.memory == ALL_MEMORY:
+        return f"{words}: it had all memory of its nodes; take more nodes, or larger ones"
+    if asked.memory_per_cpu:
+        requested = f"{asked.written('memory_per_cpu')} per CPU requested"
+        raised = "memory_per_cpu"
+    elif asked.memory:
         requested = f"{asked.written('memory')} per node requested"
-    return f"{words}: {requested}; raise it with `hpml resubmit {label} --set resources.memory=…`"
+    return f"{words}: {requested}; raise it with `hpml resubmit {label} --set resources.{raised}=…`"
 
 
 def _binding_error(attempt: Attempt) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Json, Resources
-from hpml_orchestrator.records.units import format_time
+from hpml_orchestrator.records.units import ALL_MEMORY, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ _COUNTS = {
 }
 _TEXTS = {
     "mem": "memory",
+    "mem-per-cpu": "memory_per_cpu",
     "partition": "partition",
     "account": "account",
     "qos": "qos",
@@ -63,7 +64,7 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
 def memory_mebibytes(job: Job) -> int:
     """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
     sizes = [stage.size for stage in job.stage if stage.target == "shm" and stage.size is not None]
-    return (job.resources.memory or 0) + sum(sizes)
+    return job.resources.node_memory + sum(sizes)
 
 
 def can_requeue(site: Site | None) -> bool:
@@ -84,8 +85,7 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
     ]
     if resources.gpu_count:
         options.append(f"--gpus-per-node={resources.gpus}")
-    if resources.memory:
-        options.append(f"--mem={memory_mebibytes(job)}M")
+    options += _memory(job)
     options.append(f"--time={format_time(resources.time)}")
     for name in ("partition", "account", "qos", "constraint"):
         value = getattr(resources, name)
@@ -103,6 +103,15 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
         is_asked = bool(job.checkpoint.requeue) and can_requeue(site)
         options.append("--requeue" if is_asked else "--no-requeue")
     return [*options, "--open-mode=append", *resources.extra]
+
+
+def _memory(job: Job) -> list[str]:
+    resources = job.resources
+    if resources.memory_per_cpu:
+        return [f"--mem-per-cpu={-(-memory_mebibytes(job) // resources.cores)}M"]
+    if resources.memory == ALL_MEMORY:
+        return ["--mem=0"]
+    return [f"--mem={memory_mebibytes(job)}M"] if resources.memory else []
 
 
 def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[str]:

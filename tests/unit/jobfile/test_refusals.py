@@ -79,7 +79,10 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {gpus: x x}", f"resources.gpus: {GPUS}"),
         ("resources: {gpus: [a100:1, a100:2]}", "resources.gpus: names one type of GPU twice"),
         ("resources: {time: off}", f"resources.time: {TIME} (got 'off')"),
-        ("resources: {memory: 1.5}", f"resources.memory: {SIZE} (got 1.5)"),
+        (
+            "resources: {memory: 1.5}",
+            f"resources.memory: {SIZE}, or `all` of a node's memory (got 1.5)",
+        ),
         ("resources: {memory: 2000T}", "resources.memory: must be more than zero and at most"),
         ("resources: {partition: a b}", f"resources.partition: {WORDS} (got 'a b')"),
         ("resources: {constraint: a b}", "resources.constraint: must be feature names joined"),
@@ -96,6 +99,10 @@ def message_of(load: Load, text: str) -> str:
         ),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
         ("environment: {conda: -x}", "environment.conda: must not begin with a dash"),
+        (
+            "resources: {memory: 1G, memory_per_cpu: 1G}",
+            "resources: give memory or memory_per_cpu, not both",
+        ),
         ("environment: {conda: a, venv: b}", "environment: give conda or venv, not both"),
         ("environment: {inherit: none}", "environment.inherit: must be 'all' or 'minimal'"),
         ("environment: {variables: {A: true}}", "environment.variables.A: is a boolean"),

@@ -53,6 +53,9 @@ def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
     assert "--mem=6144M" in directives(asked)
     assert not any("--mem" in line for line in directives(job_of(stage=stage)))
     assert effective_job(asked, rules(mem={}).site.directives).resources.memory == 4096
+    each = {"memory_per_cpu": "1G", "ranks_per_node": 2, "cpus_per_rank": 2}
+    assert "--mem-per-cpu=1536M" in directives(job_of(stage=stage, resources=each))
+    assert "--mem=0" in directives(job_of(stage=stage, resources={"memory": "all"}))
 
 
 @pytest.mark.parametrize(
