@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import lzma
 import os
+import re
 import shutil
 import stat
 import struct
@@ -28,13 +30,12 @@ from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn, cast
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.members import MOST_MEMBERS, Members, honest_bytes
-from hpml_orchestrator.staging.request import shards_of
-from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.request import TREE_SHARD, shards_of
+from hpml_orchestrator.staging.source import BLOCK_BYTES, Buffers
 from hpml_orchestrator.staging.space import readers_for
-from hpml_orchestrator.staging.workers import run_forked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan
@@ -388,8 +389,12 @@ _EXTENSIONS = b"xgXLK"
 _LARGEST_EXTENSION_BYTES = 16 << 20
 """Names and attributes are small: a larger extension is an attempt to exhaust memory."""
 _GLOBAL_BYTES = 1 << 20  # tarfile keeps global headers in memory
-_MANY_BYTES = 64 << 20  # with more in all shards, forked workers read the headers
-_NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 13, 1 << 17
+_NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 12, 1 << 17
+_AHEAD_BYTES = 1 << 18  # little of it lies behind the end of a batch, which another worker reads
+_HEADER = struct.Struct("100s8s16x12s12s8s189x155s12x")
+_SHARD = re.compile(r"data-(\d{5,})\.tar")
+PACK_COMMENT = "hpml pack, shards with files: "
+"""In `tree.tar`, with their number behind it."""
 
 
 def check_archive(path: str, kind: str) -> None:
@@ -441,6 +446,7 @@ class TarSource:
         self._outside_links = outside_links
         self._starts = array("Q")
         self._which = array("L")
+        self._comment = ""
         paths = shards_of(path) if kind == "pack" else [path]
         looks = [look_at_archive(one, retry) for one in paths]
         self._stamps = [stamp for stamp, _ in looks]
@@ -463,7 +469,7 @@ class TarSource:
             outside_links=self._outside_links,
             shard_of=lambda file: names[self._which[file]],
         )
-        for number, rows in self._rows(members):
+        for number, rows in enumerate(self._rows(members)):
             members.shard = names[number]
             for row in rows:
                 if self._judge(row, members):
@@ -476,9 +482,26 @@ class TarSource:
                     return members.plan
         if self.ordered:
             members.check_bytes(self._stamps[0].size)
+        self._check_shards(names)
         members.problems.raise_any()
         members.plan.stamps = [stamp[1:] for stamp in self._stamps]
         return members.plan
+
+    def _check_shards(self, names: list[str]) -> None:
+        """Refuse a pack without one of its shards; `tree.tar`, the last, has their number."""
+        if self.kind != "pack" or names[-1] != TREE_SHARD:
+            return
+        found = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+        count = max(found, default=-1) + 1
+        if self._comment.startswith(PACK_COMMENT):
+            count = int(self._comment[len(PACK_COMMENT) :])
+        for number in sorted(found ^ set(range(count))):
+            what = "is missing" if number < count else "is too many"
+            shard = f"data-{number:05d}.tar"
+            raise StagingError(
+                f"{shown(self._path)}: {shard} {what}: the pack has {count} such shards",
+                hint="copy the pack again, whole, or make it again by `hpml pack`",
+            )
 
     def _judge(self, row: Row, members: Members) -> bool:
         """Pass a member to members.py; True if it is a file of the plan."""
@@ -495,45 +518,39 @@ class TarSource:
             members.refuse(name)
         return False
 
-    def _rows(self, members: Members) -> Iterator[tuple[int, list[Row]]]:
-        """Yield the members, archive by archive; forked workers read the headers of many shards."""
+    def _rows(self, members: Members) -> Iterator[Iterable[Row]]:
+        """Yield the members of each archive; on a server many are read at the same time."""
         numbers = range(len(self._stamps))
-        # A compressed archive is always one file here, so `_scan` gets its members only in this
-        # process, where it can give up on a bomb while decompressing.
-        workers = min(len(os.sched_getaffinity(0)), len(numbers))
-        if workers < 2 or sum(stamp.size for stamp in self._stamps) < _MANY_BYTES:  # noqa: PLR2004
-            for number in numbers:
-                for row in self._scan(number, members):
-                    yield number, [row]
-            return
-        found: dict[int, list[Row]] = {}
-        run_forked(
-            len(numbers),
-            lambda _report: contextlib.nullcontext(lambda at: (at, list(self._scan(at, None)))),
-            workers=workers,
-            on_result=lambda result: found.update([result]),
-            heartbeat=self._retry.check_stop,
-        )
-        yield from sorted(found.items())
+        threads = min(readers_for(self._path), len(numbers))
+        if threads > 1:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
+
+            with ThreadPoolExecutor(threads) as pool, contextlib.suppress(RuntimeError):
+                # raises if the job may have no more threads
+                results = pool.map(lambda number: list(self._scan(number, None)), numbers)
+                return (yield from results)
+        # Members come one by one, so that a bomb is given up while it is decompressed.
+        yield from (self._scan(number, members) for number in numbers)
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:
         stamp = self._stamps[number]
         path, most = stamp.path, min(self._most_bytes, honest_bytes(stamp.size))
-        near = _SERVED_NEAR_BYTES if readers_for(path) > 1 else _NEAR_BYTES
         try:
             with (
-                self.opened(number, near) as data,
+                self.opened(number) as data,
                 tarfile.open(fileobj=data, mode="r:", tarinfo=_Info.of(path)) as tar,
             ):
-                for count, info in enumerate(iter(tar.next, None)):
+                rows = _slow_rows(tar) if self.ordered else self._fast_rows(tar, data.fileno())
+                for count, row in enumerate(rows):
                     if count >= MOST_MEMBERS:
                         raise StagingError(f"{shown(path)}: holds more than {MOST_MEMBERS} members")
-                    tar.members = []  # type: ignore[attr-defined] # tarfile keeps every one
-                    yield _row(cast("_Info", info))
+                    yield row
                     if self.ordered and members is not None and members.total_bytes > most:
                         members.check_bytes(stamp.size)  # raises, so the rest is never read
                 while self.ordered and data.read(BLOCK_BYTES):
                     pass  # to the end, where the decompressor compares its checksum
+                self.archive(number).close()  # it is still the same
+                self._comment = tar.pax_headers.get("comment", "")
         except SourceChangedError as error:
             raise StagingError(f"{shown(path)}: changed while it was read") from error
         except (tarfile.TarError, OverflowError, *DAMAGED) as error:
@@ -543,80 +560,153 @@ class TarSource:
                 raise
             raise not_whole(path, "tar", why(error)) from error  # bz2 reports damage like this
 
+    def _fast_rows(self, tar: tarfile.TarFile, fd: int) -> Iterator[Row]:
+        """Yield all members; tarfile, which takes ten times as long, reads what is not plain."""
+        near = _SERVED_NEAR_BYTES if readers_for(self._path) > 1 else _NEAR_BYTES
+        head, start = b"", 0
+        rows = _slow_rows(tar)
+        row = next(rows, None)
+        while row is not None:
+            yield row
+            at = tar.offset
+            if not start <= at <= start + len(head) - tarfile.BLOCKSIZE:
+                self._retry.check_stop()
+                try:
+                    head = os.pread(fd, near, at)
+                except OSError as error:
+                    head = self._retry.again(functools.partial(os.pread, fd, near, at), error)
+                start = at
+            block = head[at - start : at - start + tarfile.BLOCKSIZE]
+            row = None if tar.pax_headers else _plain_row(block, at + tarfile.BLOCKSIZE)
+            if row is None:  # or pax headers hold for all that follows
+                row = next(rows, None)
+            else:
+                tar.offset = row[5] + row[4] + -row[4] % tarfile.BLOCKSIZE
+
     @contextlib.contextmanager
-    def opened(self, number: int, buffer_bytes: int = BLOCK_BYTES) -> Iterator[IO[bytes]]:
+    def opened(self, number: int) -> Iterator[IO[bytes]]:
         """Open an archive and yield its uncompressed contents."""
-        stamp = self._stamps[number]
-        file = ArchiveFile(stamp.path, self._retry, stamp)
-        with io.BufferedReader(file, BLOCK_BYTES if self.ordered else buffer_bytes) as raw:
+        file = self.archive(number)
+        with io.BufferedReader(file, BLOCK_BYTES if self.ordered else _BUFFER_BYTES) as raw:
             data = decompressed(file, raw) if self.ordered else raw
             with contextlib.closing(data):
                 yield data
-        drop_pages(stamp.path)
+        drop_pages(file.stamp.path)
 
     def reader(self, plan: CopyPlan) -> SourceReader:
         """Open for reading what `plan` returned."""
-        return _TarReader(self, plan)
+        return (_StreamReader if self.ordered else _ShardReader)(self, plan)
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Return the number of the archive with a file of the plan, and the file's offset in it."""
         return self._which[number], self._starts[number]
 
+    def archive(self, number: int) -> ArchiveFile:
+        """Open an archive, which must not have changed."""
+        stamp = self._stamps[number]
+        return ArchiveFile(stamp.path, self._retry, stamp)
+
     def close(self) -> None:
         """Do nothing: no descriptor stays open."""
 
 
-class _TarReader:
-    """A `SourceReader` of archives; each thread has one open."""
+class _ShardReader:
+    """Reads the files of archives that are not compressed, many small ones at a time."""
 
     def __init__(self, source: TarSource, plan: CopyPlan) -> None:
         self._source = source
         self._files = plan.files
         self._local = threading.local()
-        self._all: list[contextlib.ExitStack] = []
+        self._buffers = Buffers()
+        self._open: list[ArchiveFile] = []
+        # Where many threads share a batch, the next file is another thread's.
+        self._ahead = _AHEAD_BYTES if readers_for(plan.source_root) < 2 else 0  # noqa: PLR2004
 
-    def _stream(self, archive: int) -> IO[bytes]:
-        mine = self._local
-        # A stream has one position: threads that shared it would move it under one another. Batches
-        # follow the order of the plan, so a thread rarely changes archives.
-        if getattr(mine, "archive", None) != archive:
-            if not hasattr(mine, "stack"):
-                mine.stack = contextlib.ExitStack()
-                self._all.append(mine.stack)
-            mine.stack.close()
-            mine.stream = mine.stack.enter_context(self._source.opened(archive))
-            mine.archive = archive
-        return cast("IO[bytes]", mine.stream)
-
-    def read(self, number: int) -> Iterator[bytes]:
+    def read(self, number: int) -> Iterator[Buffer]:
         """Yield a file; see `SourceReader`."""
         size = self._files[number].size
         archive, start = self._source.place_of(number)
-        stream = self._stream(archive)
-        if size:
-            stream.seek(start)
-        if size > BLOCK_BYTES or self._source.ordered:
-            return self._blocks(stream, number, size)
-        data = stream.read(size)
-        if len(data) < size:
-            raise SourceChangedError
-        return iter((data,))
-
-    def _blocks(self, stream: IO[bytes], number: int, size: int) -> Iterator[bytes]:
-        while size:
-            data = stream.read(min(size, BLOCK_BYTES))
-            if not data:
+        mine = self._local
+        if getattr(mine, "archive", -1) != archive:
+            mine.file = self._source.archive(archive)
+            mine.archive, mine.start, mine.data = archive, 0, memoryview(b"")
+            self._open.append(mine.file)
+        at = start - mine.start
+        if not 0 <= at <= len(mine.data) - size:
+            if size > BLOCK_BYTES:
+                return self._pieces(mine.file, start, size)
+            at, mine.start = 0, start
+            mine.data = self._buffers.filled(mine.file.fileno(), start, max(size, self._ahead))
+            mine.file.check()
+            if len(mine.data) < size:
                 raise SourceChangedError
-            yield data
-            size -= len(data)
-        if self._source.ordered and number == len(self._files) - 1:
-            while stream.read(BLOCK_BYTES):
-                pass  # to the end, where the decompressor compares its checksum
+        return iter((mine.data[at : at + size],))
+
+    def _pieces(self, file: ArchiveFile, start: int, size: int) -> Iterator[Buffer]:
+        yield from self._buffers.pieces(file.fileno(), start, start + size)
+        file.check()
 
     def close(self) -> None:
         """Close all archives; all threads have ended."""
-        for stack in self._all:
-            stack.close()
+        for file in self._open:
+            file.close()
+            drop_pages(file.stamp.path)
+
+
+class _StreamReader:
+    """Reads the files of a compressed archive, one after the other."""
+
+    def __init__(self, source: TarSource, plan: CopyPlan) -> None:
+        self._source = source
+        self._files = plan.files
+        self._stack = contextlib.ExitStack()
+        self._stream = self._stack.enter_context(source.opened(0))
+
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `SourceReader`."""
+        left = self._files[number].size
+        if left:
+            self._stream.seek(self._source.place_of(number)[1])
+        while left:
+            data = self._stream.read(min(left, BLOCK_BYTES))
+            if not data:
+                raise SourceChangedError
+            yield data
+            left -= len(data)
+        if number == len(self._files) - 1:
+            while self._stream.read(BLOCK_BYTES):
+                pass  # to the end, where the decompressor compares its checksum
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._stack.close()
+
+
+def _plain_row(block: bytes, start: int) -> Row | None:
+    """Return a regular file whose header is all there is to know; None if tarfile must read it."""
+    if len(block) < tarfile.BLOCKSIZE or block[156] != ord(tarfile.REGTYPE):
+        return None
+    name, mode, size, mtime, told, prefix = _HEADER.unpack(block)
+    try:
+        # Zeros are taken out first, because `sum` makes a number of each byte.
+        if sum(block.translate(None, b"\0")) - sum(told) + 8 * ord(" ") != int(told[:6], 8):
+            return None
+        length, seconds = int(size.rstrip(b"\0"), 8), int(mtime.rstrip(b"\0"), 8)
+        bits = int(mode.rstrip(b"\0"), 8) & 0o7777
+    except ValueError:  # in a notation of GNU tar
+        return None
+    if length < 0:
+        return None
+    if prefix[0]:
+        name = prefix.partition(b"\0")[0] + b"/" + name
+    path = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    return tarfile.REGTYPE, path, bits, seconds * _NANO, length, start, ""
+
+
+def _slow_rows(tar: tarfile.TarFile) -> Iterator[Row]:
+    for info in iter(tar.next, None):
+        tar.members = []  # type: ignore[attr-defined] # tarfile keeps every one
+        yield _row(cast("_Info", info))
 
 
 def _row(info: _Info) -> Row:

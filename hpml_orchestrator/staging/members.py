@@ -121,7 +121,7 @@ class Members:
             return False
         self._kinds[path] = _FILE
         self.total_bytes += size
-        self.plan.files.append(TreeEntry(path, mode, _time(mtime_ns), size, stored=size))
+        self.plan.files.append(TreeEntry(path, mode, _time(mtime_ns), size, 0, 0, size))
         return True
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.records.mounts import file_system_type
+from hpml_orchestrator.staging.archives import PACK_COMMENT
 from hpml_orchestrator.staging.copy import Tally, check_directories
 from hpml_orchestrator.staging.faults import (
     Problems,
@@ -302,7 +303,10 @@ def _write(
         )
     problems.raise_any("if the tree is being written, wait until it is complete")
     with _new_file(f"{directory}/{TREE_SHARD}") as out:
-        for header in _tree_headers(tree):
+        comment = {"comment": f"{PACK_COMMENT}{len(shards)}"}
+        out.write(tarfile.TarInfo.create_pax_global_header(comment))
+        # Python's tarfile refuses an archive that ends behind a global header.
+        for header in list(_tree_headers(tree)) or [_header("./", tree.top, kind=tarfile.DIRTYPE)]:
             out.write(header)
     # Files that came or went while shards were written show in the times of their directories.
     check_directories(tree, retry, problems)

@@ -78,6 +78,33 @@ class SourceReader(Protocol):
         """Close what is open."""
 
 
+class Buffers(threading.local):
+    """Two buffers of each thread: one is filled while the other is written."""
+
+    def __init__(self) -> None:
+        self._two = itertools.cycle([memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)])
+
+    def next(self, size: int) -> memoryview:
+        """Return so much of the next one."""
+        return next(self._two)[:size]
+
+    def filled(self, fd: int, start: int, size: int) -> memoryview:
+        """Return what a file has at an offset, less than `size` only at its end."""
+        view, got = self.next(size), 0
+        while got < size and (more := os.preadv(fd, (view[got:],), start + got)):
+            got += more
+        return view[:got]
+
+    def pieces(self, fd: int, start: int, stop: int) -> Iterator[Buffer]:
+        """Yield a part of a file."""
+        while start < stop:
+            view = self.filled(fd, start, min(_PIECE_BYTES, stop - start))
+            if not view:
+                raise SourceChangedError
+            yield view
+            start += len(view)
+
+
 class TreeSource:
     """A directory, or one regular file.
 
@@ -131,7 +158,7 @@ class _TreeReader:
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Drop the source's pages: the node will have a copy, whose pages they would push out.
         self._drops = readers_for(plan.source_root) > 1
-        self._local = threading.local()
+        self._buffers = Buffers()
 
     def read(self, number: int) -> Iterator[Buffer]:
         """Yield a file; see `SourceReader`."""
@@ -145,19 +172,10 @@ class _TreeReader:
         path = origins.get(entry.path, entry.path) if origins else entry.path
         return os.open(path, _READ, dir_fd=self._top)
 
-    def _buffer(self) -> memoryview:
-        """Return this thread's next buffer of two: one is filled while the other is written."""
-        try:
-            buffers: Iterator[memoryview] = self._local.buffers
-        except AttributeError:
-            two = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
-            buffers = self._local.buffers = itertools.cycle(two)
-        return next(buffers)
-
     def _whole(self, entry: TreeEntry) -> Buffer:
         """Return a small file; one comparison with the plan, after reading, is enough."""
         size = entry.size
-        view = self._buffer()[:size]
+        view = self._buffers.next(size)
         fd = self._open(entry)
         try:
             # One `fstat` after reading is enough for a small file: open, read, stat and close are
@@ -192,13 +210,8 @@ class _TreeReader:
                 while at < start:
                     yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]
                     at += min(BLOCK_BYTES, start - at)
-                while at < stop:
-                    view = self._buffer()[: min(_PIECE_BYTES, stop - at)]
-                    count = os.preadv(fd, (view,), at)
-                    if not count:
-                        raise SourceChangedError
-                    yield view[:count]
-                    at += count
+                yield from self._buffers.pieces(fd, at, stop)
+                at = max(at, stop)
             _check_same(entry, os.fstat(fd))
         finally:
             if self._drops:

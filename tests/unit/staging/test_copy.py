@@ -407,16 +407,17 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     request = Stage("data", str(archive), target="shm")
     supply = LocalSupply(request, open_source(request, RETRY, 1 << 40))
     supply.plan()
-    real = os.readv
-
-    def read(*words: object) -> int:
-        count = real(*words)  # type: ignore[arg-type]
-        archive.touch()
-        return count
-
     planned = supply.plan()
     monkeypatch.setattr(supply, "plan", lambda: planned)
-    monkeypatch.setattr(os, "readv", read)
+    for call in ("readv", "preadv"):
+        real = getattr(os, call)
+
+        def read(*words: object, real: Callable[..., int] = real) -> int:
+            count = real(*words)
+            archive.touch()
+            return count
+
+        monkeypatch.setattr(os, call, read)
     with pytest.raises(StagingError, match="changed while it was copied"):
         stager.stage(request, supply)
     assert list_staged([stager.store("shm").base]) == []

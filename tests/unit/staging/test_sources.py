@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging import archives
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.pack import PackRequest, pack
@@ -238,18 +237,40 @@ def test_damaged_and_compressed_shards_are_named(stager: CopyStager, tmp_path: P
     refused(stager, path, r"data-00002\.tar: is compressed")
 
 
-def test_many_shards_are_read_by_workers(
+def test_shards_on_a_server_are_read_at_the_same_time(
     stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is the same as by one; damage is reported, too."""
+    """The result is the same as of one after the other; damage is reported, too."""
     path = packed(tmp_path)
     plain = stage(stager, path)
-    monkeypatch.setattr(archives, "_MANY_BYTES", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    # FAKE: this machine's disk counts as a file server
+    monkeypatch.setattr("hpml_orchestrator.staging.space.is_served_type", lambda _kind: True)
     assert stage(stager, path, name="again").digest == plain.digest
     os.truncate(path / "data-00001.tar", 5000)
     with pytest.raises(StagingError, match=r"data-00001\.tar: not a whole tar archive"):
         stage(stager, path, name="third")
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1, 2]])
+def test_a_pack_without_one_of_its_shards_is_refused(
+    stager: CopyStager, tmp_path: Path, gone: list[int]
+) -> None:
+    """tree.tar tells how many there are; of older packs, whose does not, a hole in the numbers."""
+    path = packed(tmp_path)
+    for number in gone:
+        (path / f"data-0000{number}.tar").unlink()
+    refused(stager, path, rf"data-0000{gone[0]}\.tar is missing: the pack has 3 such shards")
+    tarfile.open(path / "tree.tar", "w").close()
+    if gone in ([0], [1]):
+        refused(stager, path, rf"data-0000{gone[0]}\.tar is missing")
+
+
+def test_shards_of_two_packs_are_refused(stager: CopyStager, tmp_path: Path) -> None:
+    """As when a pack was made anew, of fewer files, in a place where shards of the old one are."""
+    path = packed(tmp_path)
+    with tarfile.open(path / "data-00003.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("old"))
+    refused(stager, path, r"data-00003\.tar is too many: the pack has 3 such shards")
 
 
 def test_a_shard_that_changes_is_an_error(
