@@ -30,7 +30,7 @@ from hpml_orchestrator.staging.faults import (
 )
 from hpml_orchestrator.staging.manifest import hashing
 from hpml_orchestrator.staging.rate_limit import TokenBucket
-from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.source import BLOCK_BYTES, WRITE_BYTES
 from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.workers import run_forked, run_here
 
@@ -478,9 +478,9 @@ class _Worker:
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o400, dir_fd=self._to)
         try:
             try:
-                wrote = os.write(target, data) if size else 0
-                while wrote < size:
-                    wrote += os.write(target, memoryview(data)[wrote:])
+                wrote = os.write(target, data) if 0 < size <= WRITE_BYTES else 0
+                if wrote < size:
+                    _write_all(target, memoryview(data)[wrote:], wrote)
                 # The time is set last and marks a file as finished; `collect` keeps unfinished
                 # files out by it.
                 if next(rest, None) is not None:
@@ -506,7 +506,8 @@ class _Worker:
                 for data in pieces:
                     if digest is not None:
                         digest.update(data)
-                    self._write(target, entry, data, at)
+                    if entry.stored == entry.size or data != _ZEROS[: len(data)]:
+                        _write_all(target, data, at)
                     at += len(data)
                     tally.bytes += len(data)
                     tally.report_sometimes()
@@ -521,13 +522,12 @@ class _Worker:
             raise
         return digest.digest() if digest is not None else b""
 
-    @staticmethod
-    def _write(target: int, entry: TreeEntry, data: Buffer, at: int) -> None:
-        count = wrote = len(data)
-        if entry.stored == entry.size or data != _ZEROS[:count]:
-            wrote = os.pwrite(target, data, at)
-        while wrote < count:
-            wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
+
+def _write_all(target: int, data: Buffer, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        wrote = os.pwrite(target, view[:WRITE_BYTES], at)
+        view, at = view[wrote:], at + wrote
 
 
 class _Threads:

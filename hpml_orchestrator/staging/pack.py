@@ -35,7 +35,7 @@ from hpml_orchestrator.staging.faults import (
 )
 from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.request import TREE_SHARD
-from hpml_orchestrator.staging.source import BLOCK_BYTES, TreeSource
+from hpml_orchestrator.staging.source import WRITE_BYTES, TreeSource
 from hpml_orchestrator.staging.space import Need, check_room, room_at
 from hpml_orchestrator.staging.workers import run_forked
 
@@ -316,7 +316,7 @@ def _write(
 @contextlib.contextmanager
 def _new_file(path: str) -> Iterator[IO[bytes]]:
     """Yield a new archive; at the end of the block, write its end mark and sync it to disk."""
-    with open(path, "xb", buffering=BLOCK_BYTES) as out:
+    with open(path, "xb", buffering=WRITE_BYTES) as out:
         try:
             yield out
         except _ArchiveError as error:
