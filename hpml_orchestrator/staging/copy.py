@@ -147,10 +147,12 @@ class Tally:
         self._reported = (0, 0)
         self._next = 0.0
 
-    def report_sometimes(self) -> None:
-        """Report, a few times per second at most."""
-        if time.monotonic() >= self._next:
+    def report_sometimes(self) -> bool:
+        """Report, a few times per second at most; return whether."""
+        is_due = time.monotonic() >= self._next
+        if is_due:
             self.report()
+        return is_due
 
     def report(self) -> None:
         """Report the work since the last report; negative bytes if a file is read again."""
@@ -399,10 +401,12 @@ class _Worker:
         def drain() -> None:
             tally = Tally(report)
             try:
+                self._retry.check_stop()
                 for number in numbers:  # shared by all threads
-                    self._retry.check_stop()
                     self._try(number, tally, copied)
-                    tally.report_sometimes()
+                    # Not for each file: that would be a twentieth of what a small one takes.
+                    if tally.report_sometimes() or self._failure is not None:
+                        self._retry.check_stop()
             except BaseException as error:  # noqa: BLE001 - raised again below
                 self._failure = self._failure or error
             tally.report()

@@ -28,8 +28,8 @@ BLOCK_BYTES = 1 << 20
 """How much is read, hashed and written at a time: larger blocks do not fit a core's cache."""
 
 WRITE_BYTES = 128 << 10
-"""How much is written by one call, and read of a large file, as by `cp`. For more, Linux 6.18 takes
-larger folios for its page cache: 2 GiB on ext4 took five times as long in a virtual machine."""
+"""How much is written by one call, and read of a large file, as by `cp`: for more, Linux 6.18 takes
+larger folios for its page cache; then 2 GiB on ext4 took five times as long in a VM."""
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)

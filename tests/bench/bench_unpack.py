@@ -5,8 +5,9 @@
 The same files as a pack, a tar and a zip (stored, and deflated at level 1), from and into RAM
 (--into: another place), with a warm cache. hpml runs as it does in a job: in a process that is
 there already, planning included, with as many workers as there are CPUs, making digests. Peers,
-none of which makes digests: GNU `tar xf` of all archives one after the other, and of as many at once
-as there are CPUs (`xargs -P`: the fair one, as hpml uses all of them); `unzip -q`; Python's zipfile. Ways take turns; medians of RUNS (5).
+none of which makes any: GNU `tar xf` of all archives one after the other, and of one for each CPU
+at a time (`xargs -P`: the fair one, as hpml uses all CPUs); `unzip -q`; Python's zipfile in a
+separate process. Ways take turns; medians of RUNS (5).
 CPU seconds are a better measure than the clock if others use the machine. After the last run each
 tree is compared with the source by SHA-256, which hpml does not use.
 """
@@ -85,6 +86,7 @@ def tars_at_once(archives: list[Path]) -> Way:
     """GNU tar, an archive for each CPU at a time."""
 
     def run(target: Path) -> None:
+        words: list[str | Path]
         words = ["xargs", "-d", "\\n", "-n", "1", "-P", str(CPUS), "tar", "-C", target, "-xf"]
         subprocess.run(words, input="\n".join(map(str, archives)), text=True, check=True)
 
