@@ -147,12 +147,10 @@ class Tally:
         self._reported = (0, 0)
         self._next = 0.0
 
-    def report_sometimes(self) -> bool:
-        """Report, a few times per second at most; return whether."""
-        is_due = time.monotonic() >= self._next
-        if is_due:
+    def report_sometimes(self) -> None:
+        """Report, a few times per second at most."""
+        if time.monotonic() >= self._next:
             self.report()
-        return is_due
 
     def report(self) -> None:
         """Report the work since the last report; negative bytes if a file is read again."""
@@ -401,12 +399,10 @@ class _Worker:
         def drain() -> None:
             tally = Tally(report)
             try:
-                self._retry.check_stop()
                 for number in numbers:  # shared by all threads
+                    self._retry.check_stop()
                     self._try(number, tally, copied)
-                    # Not for each file: that would be a twentieth of what a small one takes.
-                    if tally.report_sometimes() or self._failure is not None:
-                        self._retry.check_stop()
+                    tally.report_sometimes()
             except BaseException as error:  # noqa: BLE001 - raised again below
                 self._failure = self._failure or error
             tally.report()
