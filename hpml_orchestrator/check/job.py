@@ -32,7 +32,7 @@ from hpml_orchestrator.check.paths import (
 )
 from hpml_orchestrator.check.request import cpus_field
 from hpml_orchestrator.check.rules import ClusterAnswer, check
-from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
+from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import size_text
@@ -42,12 +42,12 @@ from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import (
-    MAX_TASKS,
     LocalMachine,
     cpu_ids,
     gpu_ids,
     memory_mb,
     short_hostname,
+    shortages,
 )
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
@@ -55,7 +55,6 @@ from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
 from hpml_orchestrator.scheduler.slurm.start import NOW, start_of
 from hpml_orchestrator.script.directives import (
     effective_job,
-    memory_mebibytes,
     whole_nodes,
     without_time,
 )
@@ -281,30 +280,15 @@ def _stages(
 
 def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     """Yield what a job requests and this machine does not have."""
-    resources = job.resources
-    tasks = len(job.array.indices) if job.array is not None else 0
-    cpus = resources.ranks * resources.cpus_per_rank
-    if "--overcommit" in resources.extra:  # ranks share CPUs
-        cpus = min(cpus, len(machine.cpus))
-    memory = memory_mebibytes(job) if resources.node_memory and machine.memory_mb else 0
-    for code, field_name, noun, requested, limit in (
-        ("nodes", "nodes", "node", resources.nodes, 1),
-        ("array", "array", "array task", tasks, MAX_TASKS),
-        ("gpus", "gpus", "GPU", resources.gpu_count, len(machine.gpus)),
-        ("cpus", cpus_field(job), "CPU", cpus, len(machine.cpus)),
-        ("memory", "memory", "", memory, machine.memory_mb),
-    ):
-        if requested > limit:
-            in_job = code == "array"
-            value = str(job.array) if in_job else resources.written(field_name)
-            shown = counted(requested, noun) if noun else f"{size_text(requested)} of memory"
-            if code == "cpus":
-                shown += f" ({resources.ranks} ranks of {resources.cpus_per_rank})"
-            most = limit if noun else size_text(limit)
-            message = f"the job asks for {shown}; this machine ({short_hostname()}) has "
-            message += f"room for {most or 'none'}"
-            place = field_name if in_job else f"resources.{field_name}"
-            yield error(f"local.{code}", place, value, message, most, _LOCAL_HINT)
+    for code, limit, shown in shortages(job, machine):
+        field_name = cpus_field(job) if code == "cpus" else code
+        in_job = code == "array"
+        value = str(job.array) if in_job else job.resources.written(field_name)
+        most = size_text(limit) if code == "memory" else limit
+        message = f"the job asks for {shown}; this machine ({short_hostname()}) has "
+        message += f"room for {most or 'none'}"
+        place = field_name if in_job else f"resources.{field_name}"
+        yield error(f"local.{code}", place, value, message, most, _LOCAL_HINT)
 
 
 def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> InputError:

@@ -17,7 +17,6 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.records.units import MIB, parse_gpus
 from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes
-from hpml_orchestrator.script.directives import memory_mebibytes
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.memory_run import Measured
@@ -253,7 +252,7 @@ def check_memory(job: Job, store: Store) -> list[CheckFinding]:
 
 def _last_run(job: Job, store: Store) -> str:
     """Return what is wrong with `resources.memory`, by the newest run of the same program."""
-    now = memory_mebibytes(job) * MIB
+    now = job.memory_mib * MIB
     names = (one for one in store.submissions() if one.sid.startswith(f"{job.name}-"))
     for submission, _ in zip(names, range(_LAST_RUNS), strict=False):
         before = submission.requested_job()

@@ -11,7 +11,6 @@ from hpml_orchestrator.check.finding import CheckFinding, error
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records import units
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-from hpml_orchestrator.script.directives import memory_mebibytes
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job
@@ -137,7 +136,7 @@ def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
     for option in resources.extra:
         name, equals, value = option.removeprefix("--").partition("=")
         options[name] = value if equals else None
-    memory = memory_mebibytes(job)
+    memory = job.memory_mib
     seconds = resources.time
     with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
         shortest = units.parse_time_limit(options.get("time-min") or "")

@@ -28,7 +28,6 @@ from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.stage_targets import resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.resources import memory_mb
-from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def advise(
             host_limit=host_limit, notes=notes,
         )  # fmt: skip
         source = _source(name_of(command), measured)
-    staged = (memory_mebibytes(job) - job.resources.node_memory) * MIB
+    staged = (job.memory_mib - job.resources.node_memory) * MIB
     if as_json:
         print_json({"name": job.name, "source": source, "staged_bytes": staged, **advice.to_json()})
     else:

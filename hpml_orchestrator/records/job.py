@@ -667,6 +667,18 @@ class Job(JobPart):
     there: `true`, `false`, or a mapping."""
 
     @property
+    def tasks_per_node(self) -> int:
+        """Tasks that Slurm starts on a node: torchrun starts the ranks of one itself."""
+        # mpirun takes the number of tasks on a node as the number of slots there.
+        return 1 if self.launcher == "torchrun" else self.resources.ranks
+
+    @property
+    def memory_mib(self) -> int:
+        """Memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
+        sizes = [stage.size for stage in self.stage if stage.target == "shm"]
+        return self.resources.node_memory + sum(size or 0 for size in sizes)
+
+    @property
     def has_submitit(self) -> bool:
         """Whether it runs a Python function that submitit submitted."""
         return "SUBMITIT_EXECUTOR" in self.environment.variables

@@ -61,12 +61,6 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
     return _apply(rules, options)
 
 
-def memory_mebibytes(job: Job) -> int:
-    """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
-    sizes = [stage.size for stage in job.stage if stage.target == "shm" and stage.size is not None]
-    return job.resources.node_memory + sum(sizes)
-
-
 def can_requeue(site: Site | None) -> bool:
     """Return whether the site profile permits that a job is requeued."""
     return site is None or (site.requeue != "no" and not leaves_out(site.directives, "requeue"))
@@ -74,14 +68,12 @@ def can_requeue(site: Site | None) -> bool:
 
 def _own_options(job: Job, site: Site | None = None) -> list[str]:
     resources = job.resources
-    # torchrun starts the ranks of a node itself, from one task. mpirun takes the number of tasks on
-    # a node as the number of slots there.
-    tasks = 1 if job.launcher == "torchrun" else resources.ranks
+    tasks = job.tasks_per_node
     options = [
         f"--job-name={job.name}",
         f"--nodes={resources.nodes}",
         f"--ntasks-per-node={tasks}",
-        f"--cpus-per-task={resources.ranks * resources.cpus_per_rank // tasks}",
+        f"--cpus-per-task={resources.cores // tasks}",
     ]
     if resources.gpu_count:
         options.append(f"--gpus-per-node={resources.gpus}")
@@ -108,10 +100,10 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
 def _memory(job: Job) -> list[str]:
     resources = job.resources
     if resources.memory_per_cpu:
-        return [f"--mem-per-cpu={-(-memory_mebibytes(job) // resources.cores)}M"]
+        return [f"--mem-per-cpu={-(-job.memory_mib // resources.cores)}M"]
     if resources.memory == ALL_MEMORY:
         return ["--mem=0"]
-    return [f"--mem={memory_mebibytes(job)}M"] if resources.memory else []
+    return [f"--mem={job.memory_mib}M"] if resources.memory else []
 
 
 def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[str]:

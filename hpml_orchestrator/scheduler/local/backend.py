@@ -17,12 +17,11 @@ from hpml_orchestrator.errors import (
     SchedulerError,
     SchedulerUnavailable,
 )
-from hpml_orchestrator.records.array import ArraySpec, parse_array
-from hpml_orchestrator.records.files import read_text, write_text
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.scheduler.local import resources
 from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import descendants, send
-from hpml_orchestrator.scheduler.local.queue import Queue, schedule
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
 
 if TYPE_CHECKING:
@@ -101,8 +100,8 @@ class LocalScheduler:
                     f"the local job could not be written: {error}",
                     hint=f"is {self._home.path} there and writable?",
                 ) from error
-            with contextlib.suppress(HpmlError, OSError):  # it is queued: a later call starts it
-                schedule(self._home)
+            with contextlib.suppress(HpmlError, OSError):  # a later call starts it
+                self._home.start(self._home.find(job_id))
         return job_id
 
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
@@ -111,16 +110,13 @@ class LocalScheduler:
         Raises:
             SchedulerUnavailable: the records cannot be read.
         """
-        active = {job.number: job for job in self._schedule()}
+        active = {job.number: job for job in self._settle()}
         full = self._home.full()
-        queue = Queue(self._home, list(active.values()))
         statuses: dict[str, JobStatus] = {}
         for job_id in job_ids:
             jobs = [active.get(job.number, job) for job in self._home.find(job_id)]
             if jobs:
-                statuses[job_id] = representative(
-                    job_id, [_status(job, queue, full) for job in jobs]
-                )
+                statuses[job_id] = representative(job_id, [_status(job, full) for job in jobs])
         return statuses
 
     def starts(self, job_id: str) -> list[JobStatus]:  # noqa: ARG002 - scripts are not lost here
@@ -129,7 +125,7 @@ class LocalScheduler:
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
         """Return the ids of the jobs of a submission's directory, oldest first."""
-        self._schedule()
+        self._settle()
         firsts = [jobs[0] for jobs in map(self._home.jobs_of, self._home.numbers()) if jobs]
         return [
             job.directory.name
@@ -161,16 +157,13 @@ class LocalScheduler:
             raise SchedulerError(f"the local jobs of {host} cannot be cancelled from here")
         with self._home.lock():
             for job in [job for job_id in job_ids for job in self._home.find(job_id)]:
-                if job.state in (JobState.PENDING, JobState.CONFIGURING):
+                if job.state is JobState.PENDING:
+                    now = time.time()
+                    ended = replace(
+                        job.status, state=JobState.CANCELLED, ended=now, reason="cancelled"
+                    )
                     try:
-                        job.save(
-                            replace(
-                                job.status,
-                                state=JobState.CANCELLED,
-                                ended=time.time(),
-                                reason="cancelled",
-                            )
-                        )
+                        job.save(ended)
                     except RecordError as error:
                         raise SchedulerUnavailable(
                             f"cannot cancel job {job.job_id}: {error}",
@@ -180,13 +173,14 @@ class LocalScheduler:
                 # of them, including daemons that left the session, and it records the end.
                 elif not job.state.over and job.supervisor is not None:
                     send(job.supervisor, signal.SIGUSR1)
-            schedule(self._home)
 
-    def _schedule(self) -> list[LocalJob]:
-        """Schedule, unless another process is doing so now; return the unfinished jobs."""
-        # Never wait here: whoever holds the lock calls `schedule` itself, so a query need not.
+    def _settle(self) -> list[LocalJob]:
+        """End lost jobs and start missing supervisors; return the unfinished jobs."""
+        # Never wait here: whoever holds the lock knows the state, so a query need not.
         with contextlib.suppress(SchedulerUnavailable, OSError), self._home.lock(0.0):
-            return schedule(self._home)
+            jobs = self._home.settle()
+            self._home.start(jobs)
+            return jobs
         return self._home.active()
 
     def _record(self, request: SubmitRequest) -> LocalRequest:
@@ -198,35 +192,32 @@ class LocalScheduler:
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
                 hint="it is added to the PATH of jobs: keep the records elsewhere ($HPML_HOME)",
             )
+        if not (request.directory / "job.sh").is_file():
+            raise SchedulerError(f"no script to submit: there is no job.sh in {request.directory}")
         try:
-            asked = resources.read_directives(read_text(request.directory / "job.sh"))
-        except SchedulerError:
-            raise
-        except HpmlError as error:
-            raise SchedulerError(f"no script to submit: {error}", hint=error.hint) from error
+            job = NodeJob.read(request.directory).job
+        except RecordError as error:
+            raise SchedulerError(f"no job to submit: {error}") from error
         machine = resources.LocalMachine(
             tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb()
         )
+        for _, has, shown in resources.shortages(job, machine):
+            raise SchedulerError(
+                f"the job asks for {shown}; this machine ({resources.short_hostname()}) has {has}",
+                hint="ask for less, or submit it to a Slurm cluster",
+            )
         # Linux has no call that only reads the umask: set it and put it back. The job inherits the
         # user's, as under Slurm, not that of whichever process happens to start it.
         os.umask(umask := os.umask(0o022))
-        array = parse_array(asked.array) if asked.array else ArraySpec(())
-        if len(array.indices) > resources.MAX_TASKS:
-            raise SchedulerError(
-                f"--array={asked.array[:60]} asks for {len(array.indices)} tasks; the local "
-                f"backend takes {resources.MAX_TASKS} at once",
-                hint="ask for fewer, or submit it to a Slurm cluster",
-            )
+        indices = job.array.indices if job.array else ()
         return LocalRequest(
-            name=request.name or asked.job_name or "job.sh",
-            comment=request.comment,
+            name=request.name,
             directory=os.path.abspath(request.directory),
             output=os.fspath(request.output),
             host=resources.short_hostname(),
-            directives=asked,
-            indices=array.indices if request.only is None else (request.only,),
-            limit=array.limit,
-            needs=resources.needs_of(asked, machine),
+            indices=indices if request.only is None else (request.only,),
+            limit=job.array.limit if job.array else None,
+            needs=resources.needs_of(job, machine),
             machine=machine,
             kill_wait_seconds=self._kill_wait(),
             umask=umask,
@@ -241,7 +232,7 @@ class LocalScheduler:
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) else _KILL_WAIT_SECONDS
 
 
-def _status(job: LocalJob, queue: Queue, full: str) -> JobStatus:
+def _status(job: LocalJob, full: str) -> JobStatus:
     status = job.status
     supervisor = job.supervisor if full and job.state is JobState.RUNNING else None
     if supervisor is not None and not descendants(supervisor.pid):
@@ -252,7 +243,7 @@ def _status(job: LocalJob, queue: Queue, full: str) -> JobStatus:
         job_id=job.job_id,
         state=status.state,
         raw_state=status.state.value,
-        reason=queue.reason(job) if job.state is JobState.PENDING else status.reason,
+        reason=status.reason or ("None" if job.state is JobState.PENDING else ""),
         exit_code=status.exit_code,
         signal=status.signal,
         nodes=job.request.host if status.started is not None else "",

@@ -1,20 +1,21 @@
-"""The jobs of one machine on disk.
+"""The jobs of one machine on disk, and their supervisors.
 
     <home>/jobs/<id>/       one submission; it appears complete, by one rename
         job.json            what was submitted; it never changes
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
                             tasks are over, because it may hold passwords
         bin/srun            the local srun, first on the job's PATH
-        bin/scontrol        offers `scontrol requeue` only
+        bin/scontrol        answers `show hostnames` and `requeue`
         <task>.json         the state of one task, by its position in the array (0 for a single
                             job); a task without one is pending
         steps-<task>/<n>    one empty file per srun of the task: step ids
         supervisor.log      output of the supervisors, normally empty
     <home>/jobs/next        the next id, so that the id of a pruned job is not used again
-    /tmp/hpml-locks-<uid>/  one lock per home, never on the file system of the records
+    /tmp/hpml-locks-<uid>/  locks, never on the file system of the records: of this home, of the
+                            line of its waiting jobs, and of each submission's waiting supervisor
 
-A process holds the lock while it changes which jobs wait or run; a supervisor writes only its own
-job. The tasks of an array are numbered from the array's id on, as in Slurm.
+A process holds the home's lock while it changes which jobs wait or run; a supervisor writes only
+its own job. The tasks of an array are numbered from the array's id on, as in Slurm.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import shlex
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,33 +45,48 @@ from hpml_orchestrator.records.files import (
 )
 from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.records.run import task_output
-from hpml_orchestrator.scheduler.local.processes import Identity, identity, is_alive
-from hpml_orchestrator.scheduler.local.resources import Directives, LocalMachine, Needs, StopSignal
+from hpml_orchestrator.scheduler.local.processes import (
+    SUPERVISOR_MARK,
+    Identity,
+    identity,
+    is_alive,
+    kill_until_gone,
+    marked,
+)
+from hpml_orchestrator.scheduler.local.resources import LocalMachine, Needs, short_hostname
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
+_KILL_PATIENCE_SECONDS = 5.0
 _NEXT = "next"
 _SRUN = Path(__file__).with_name("srun.py")
 
 _SCONTROL = """\
 #!/bin/sh
-# A local job may requeue itself; its supervisor does so.
-if [ "$#" != 2 ] || [ "$1" != requeue ]; then
-  echo "scontrol: error: a local job has no other command than: scontrol requeue JOB" >&2
-  exit 1
-fi
-case $2 in
-  "$SLURM_JOB_ID" | "${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}") ;;
-  *) echo "scontrol: error: a local job can requeue itself only, which is $SLURM_JOB_ID" >&2
-     exit 1 ;;
+# A local job may ask for the names of its nodes, and requeue itself: its supervisor does so.
+case "$1 $2" in
+  'show hostname' | 'show hostnames') echo "${3-$SLURM_JOB_NODELIST}" | tr , '\\n' && exit ;;
+  "requeue $SLURM_JOB_ID" | "requeue ${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}")
+    exec kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID" ;;
 esac
-exec kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID"
+echo "scontrol: error: a local job has: show hostnames; requeue $SLURM_JOB_ID (itself)" >&2
+exit 1
 """
+
+# Python in isolated mode, so that neither the user's variables nor the working directory change
+# what it imports. The package's parent, a checkout or site-packages, is on sys.path for one import
+# only. The fork makes the supervisor a daemon.
+_BOOT = (
+    "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
+    "import hpml_orchestrator; del sys.path[0]; "
+    "from hpml_orchestrator.scheduler.local.supervisor import main; main(*sys.argv[1:])"
+)
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,6 @@ class Status:
     state: JobState = JobState.PENDING
     cpus: Sequence[int] = ()
     gpus: Sequence[str] = ()
-    spawned: float = 0.0  # when a supervisor was last started
     supervisor: Supervisor | None = None
     started: float | None = None
     ended: float | None = None
@@ -99,11 +115,8 @@ class Status:
 
     @staticmethod
     def read(path: Path) -> Status:
-        """Read a state file; a task without one is pending."""
-        try:
-            known = _fields(Status, read_json(path))
-        except NotFoundError:
-            return Status()
+        """Read a state file."""
+        known = _fields(Status, read_json(path))
         supervisor = known.pop("supervisor", None)
         state = JobState(known.pop("state"))
         return Status(state, supervisor=supervisor and Supervisor(**supervisor), **known)
@@ -122,11 +135,9 @@ class LocalRequest:
     """
 
     name: str
-    comment: str
     directory: str
     output: str
     host: str
-    directives: Directives
     indices: Sequence[int]
     limit: int | None
     needs: Needs
@@ -140,16 +151,8 @@ class LocalRequest:
     def read(path: Path) -> LocalRequest:
         """Read a request; raises TypeError or KeyError if a field is missing."""
         known = _fields(LocalRequest, read_json(path))
-        directives = _fields(Directives, known.pop("directives"))
-        stop_signal = directives.pop("stop_signal")
-        return LocalRequest(
-            directives=Directives(
-                stop_signal=stop_signal and StopSignal(**stop_signal), **directives
-            ),
-            needs=Needs(**known.pop("needs")),
-            machine=LocalMachine(**known.pop("machine")),
-            **known,
-        )
+        needs, machine = Needs(**known.pop("needs")), LocalMachine(**known.pop("machine"))
+        return LocalRequest(needs=needs, machine=machine, **known)
 
 
 def _fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,9 +176,14 @@ class LocalJob:
     status: Status
 
     @property
+    def submission(self) -> int:
+        """The id of its submission: the place in the line."""
+        return int(self.directory.name)
+
+    @property
     def number(self) -> int:
-        """The job's own number, its SLURM_JOB_ID: its place in the queue."""
-        return int(self.directory.name) + self.position
+        """The job's own number, its SLURM_JOB_ID."""
+        return self.submission + self.position
 
     @property
     def index(self) -> int | None:
@@ -204,7 +212,7 @@ class LocalJob:
     @property
     def has_slots(self) -> bool:
         """Whether CPUs and GPUs are allocated to it."""
-        return self.state in (JobState.CONFIGURING, JobState.RUNNING, JobState.COMPLETING)
+        return self.state in (JobState.RUNNING, JobState.COMPLETING)
 
     @property
     def supervisor(self) -> Identity | None:
@@ -217,17 +225,35 @@ class LocalJob:
         who = Identity(recorded.pid, recorded.start)
         return who if is_alive(who) else None
 
-    def claim(self) -> None:
+    def claim(self, cpus: Sequence[int], gpus: Sequence[str]) -> None:
         """Record that the calling process is its supervisor and starts it now. Needs the lock."""
         me = identity(os.getpid())
-        supervisor = Supervisor(me.pid, me.start, boot_id())
         self.save(
-            replace(self.status, state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
+            replace(
+                self.status,
+                state=JobState.RUNNING,
+                cpus=cpus,
+                gpus=gpus,
+                supervisor=Supervisor(me.pid, me.start, boot_id()),
+                started=time.time(),
+                reason="",
+            )
         )
+
+    def wait_for(self, reason: str) -> None:
+        """Record why it waits."""
+        if reason != self.status.reason:
+            with contextlib.suppress(RecordError):
+                self.save(replace(self.status, reason=reason))
 
     def requeue(self) -> None:
         """Put it back into the queue under the same id."""
         self.save(Status(restarts=self.status.restarts + 1))
+
+    def end(self, state: JobState, reason: str) -> None:
+        """Record the end of a job that nobody runs; in memory only if there is no room."""
+        with contextlib.suppress(RecordError):
+            self.save(replace(self.status, state=state, ended=time.time(), reason=reason))
 
     def save(self, status: Status) -> None:
         """Change the state, here and on disk.
@@ -237,6 +263,40 @@ class LocalJob:
         """
         self.status = status
         write_json(self.directory / f"{self.position}.json", asdict(status))
+
+
+class Line:
+    """The waiting jobs that could start as soon as there is room, each at its number.
+
+    A byte of a file stands for each number, and its lock for a process that waits: so the kernel
+    wakes a process when nobody is before it any more, and takes a killed one out of the line.
+    """
+
+    def __init__(self, fd: int, number: int) -> None:
+        self._fd = fd
+        self._number = number
+
+    def is_first(self) -> bool:
+        """Enter the line; return whether nobody is before this process."""
+        os.utime(self._fd)  # cleaners of /tmp go by age
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._number)
+        return self._look(fcntl.LOCK_NB)
+
+    def wait(self) -> None:
+        """Wait until this process is the first."""
+        self._look()
+
+    def leave(self) -> None:
+        """Let others pass."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._number)
+
+    def _look(self, how: int = 0) -> bool:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_SH | how, self._number, 0)
+        except (BlockingIOError, PermissionError):
+            return False
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, self._number, 0)  # whoever comes may go before
+        return True
 
 
 class Home:
@@ -249,12 +309,13 @@ class Home:
 
     def __init__(self, path: Path, lock_root: Path) -> None:
         self.path = Path(os.path.abspath(path))
-        self.lock_root = lock_root
+        self._lock_root = lock_root
         self._jobs = self.path / "jobs"
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
         self.cluster = f"local-{digest[:6]}"
-        self._lock_name = f"local-{digest[:16]}.lock"
+        self._lock_name = f"local-{digest[:16]}"
         self._requests: dict[int, LocalRequest] = {}
+        self._ends: dict[Path, Status] = {}
         self._over: set[int] = set()
 
     @contextlib.contextmanager
@@ -264,11 +325,8 @@ class Home:
         Raises:
             SchedulerUnavailable: it was not free in time.
         """
-        path = self._lock_directory() / self._lock_name
         # flock, not a lock file: the kernel releases it when the holder dies, whichever way.
-        # O_NOFOLLOW, because /tmp is open to everybody.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with self._opened("lock") as fd:
             until = time.monotonic() + patience_seconds
             while True:
                 try:
@@ -277,17 +335,32 @@ class Home:
                 except BlockingIOError:
                     if time.monotonic() >= until:
                         raise SchedulerUnavailable(
-                            f"the lock {path} was not free for {patience_seconds:g} s",
-                            hint="is an hpml process stopped? `fuser` shows which one holds it",
+                            f"the lock of {self.path} was not free for {patience_seconds:g} s",
+                            hint="is an hpml process stopped? `fuser` shows which one holds "
+                            f"{self._lock_path('lock')}",
                         ) from None
                 time.sleep(_LOCK_PAUSE_SECONDS)
             os.utime(fd)  # cleaners of /tmp go by age
             yield
+
+    @contextlib.contextmanager
+    def line(self, number: int) -> Iterator[Line]:
+        """Give the line of the jobs that wait for room, and leave it in the end."""
+        with self._opened("line") as fd:
+            yield Line(fd, number)
+
+    @contextlib.contextmanager
+    def _opened(self, what: str) -> Iterator[int]:
+        # O_NOFOLLOW, because /tmp is open to everybody.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._lock_path(what), flags, 0o600)
+        try:
+            yield fd
         finally:
             os.close(fd)
 
-    def _lock_directory(self) -> Path:
-        path = self.lock_root / f"hpml-locks-{os.geteuid()}"
+    def _lock_path(self, what: str) -> Path:
+        path = self._lock_root / f"hpml-locks-{os.geteuid()}"
         try:
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
@@ -304,7 +377,7 @@ class Home:
                 f"{path} does not belong to this user alone",
                 hint="the local backend keeps its locks there: remove it, or have it removed",
             )
-        return path
+        return path / f"{self._lock_name}.{what}"
 
     def full(self) -> str:
         """Return an error message if the records' file system is full, else an empty string."""
@@ -346,12 +419,29 @@ class Home:
             positions = range(len(indices) or 1)
             if index is not None:
                 positions = range(indices.index(index), indices.index(index) + 1)
+            names = set(os.listdir(directory))
             return [
-                LocalJob(directory, request, position, Status.read(directory / f"{position}.json"))
+                LocalJob(directory, request, position, self._status(directory, position, names))
                 for position in positions
             ]
-        except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
+        except (NotFoundError, RecordError, KeyError, OSError, TypeError, ValueError):
             return []
+
+    def _status(self, directory: Path, position: int, names: Collection[str]) -> Status:
+        """Return a task's state: pending without a file, read once if it is over."""
+        path = directory / f"{position}.json"
+        if path.name not in names:
+            return Status()
+        if path not in self._ends:
+            status = Status.read(path)
+            if not status.state.over:
+                return status
+            self._ends[path] = status
+        return self._ends[path]
+
+    def pending(self, number: int) -> list[LocalJob]:
+        """Return the jobs of a submission that wait, in order."""
+        return [job for job in self.jobs_of(number) if job.state is JobState.PENDING]
 
     def find(self, job_id: str) -> list[LocalJob]:
         """Return the jobs of an id: `7` means all tasks of an array, `7_3` one of them."""
@@ -375,6 +465,67 @@ class Home:
                     with contextlib.suppress(OSError):  # gone already, or another user's
                         os.unlink(self._jobs / str(number) / "environment")
         return active
+
+    def settle(self) -> list[LocalJob]:
+        """End jobs that are lost; return the unfinished ones. Needs the lock.
+
+        What cannot be written to disk now is retried by the next call.
+        """
+        jobs = self.active()
+        # Pids of another machine would look dead from here, and its jobs would be recorded as
+        # failed.
+        if all(job.request.host == short_hostname() for job in jobs):
+            for job in jobs:
+                if job.has_slots and job.supervisor is None:
+                    why = self._clean_up(job)
+                    if full := self.full():
+                        why += f"; its end cannot be recorded: {full}"
+                    job.end(JobState.NODE_FAIL, why)
+        return jobs
+
+    def _clean_up(self, job: LocalJob) -> str:
+        if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
+            return "the machine was restarted while the job ran"
+        variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={self.cluster}"]
+        # With the supervisor gone, descent leads nowhere: its children belong to init now. Their
+        # environment still names the job, even that of a process that left its session.
+        left = kill_until_gone(lambda: marked(variables), patience_seconds=_KILL_PATIENCE_SECONDS)
+        if left:
+            return f"the job's supervisor died; these processes remain: {left}"
+        return "the job's supervisor died; its processes were killed"
+
+    def start(self, jobs: Sequence[LocalJob]) -> None:
+        """Start a supervisor for each submission with pending tasks that has none waiting."""
+        here = [job for job in jobs if job.request.host == short_hostname()]
+        for number in {job.submission for job in here if job.state is JobState.PENDING}:
+            # The supervisor inherits the lock, and holds it as long as it waits. So this process
+            # may die at any point, and so may that one.
+            with self._opened(str(number)) as fd, contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
+                argv += [str(self.path), str(self._lock_root), str(number), str(fd)]
+                with open(self._jobs / str(number) / "supervisor.log", "ab") as log:
+                    child = subprocess.Popen(
+                        argv,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        cwd="/",
+                        # An almost empty environment: the supervisor must not be found by its
+                        # submitter's job variables, since whoever ends that outer job would kill
+                        # this one too.
+                        env={"PATH": os.defpath, SUPERVISOR_MARK: str(number)},
+                        start_new_session=True,
+                        pass_fds=[fd],
+                    )
+                child.wait()  # it forks at once and leaves
+
+    def started(self, number: int, fd: int) -> None:
+        """Let another supervisor wait for the next task of a submission."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._lock_path(str(number)))
+        os.close(fd)
+        self.start(self.jobs_of(number))
 
     def publish(self, request: LocalRequest, environment: Mapping[str, str]) -> str:
         """Write a new submission and return its id. Needs the lock.

@@ -1,7 +1,6 @@
 """`srun` of the local backend: runs the tasks of a step on this machine.
 
-It accepts the options that hpml's scripts use and refuses all others. Options that only matter on a
-cluster (binding, memory, GRES, MPI plugin, a step's own time limit), and labels, are ignored.
+It accepts the options that hpml's scripts write, as `--name=value`, and refuses all others.
 It uses the standard library only, with few imports, and is copied into each job's directory; it
 starts in about 30 ms.
 """
@@ -19,21 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
-_VALUES = frozenset(
-    "chdir cpu-bind cpus-per-task distribution export gpu-bind gpus gpus-per-node "
-    "gpus-per-socket gpus-per-task gres job-name mem mem-bind mem-per-cpu mpi nodes ntasks "
-    "ntasks-per-node signal time wait".split()
-)
-_KILL = "kill-on-bad-exit"  # its value is optional: -K, -K1, --kill-on-bad-exit=0
-_FLAGS = frozenset({"exact", "label", "overlap", "quiet", "unbuffered", _KILL})
-_SHORT = dict(
-    pair.split("=")
-    for pair in (
-        "c=cpus-per-task D=chdir G=gpus J=job-name K=kill-on-bad-exit l=label m=distribution "
-        "N=nodes n=ntasks Q=quiet t=time u=unbuffered W=wait"
-    ).split()
-)
-_NUMBERS = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "cpus-per-task": 1, "wait": 0}
+_KILL = "kill-on-bad-exit"
+_NUMBERS = {"nodes", "ntasks", "ntasks-per-node", "wait", _KILL}
+_NOTHING = {"cpu-bind", "export", "mpi", "overlap"}  # they mean nothing on one node
 _SIZES = (
     "SLURM_NTASKS SLURM_NPROCS SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE"
 ).split()
@@ -52,70 +39,33 @@ class OptionError(ValueError):
     """The local backend cannot run this command line."""
 
 
-def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options by long name (flags have an empty value), and the command.
+def parse(argv: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """Return the numbers that options give, and the command.
 
     Raises:
         OptionError: an unknown option, a wrong value, more than one node, or no command.
 
-    >>> parse(["-n2", "--label", "hostname", "-s"])
-    ({'ntasks': '2', 'label': ''}, ['hostname', '-s'])
+    >>> parse(["--ntasks=2", "--overlap", "hostname", "-s"])
+    ({'ntasks': 2}, ['hostname', '-s'])
     """
-    options: dict[str, str] = {}
+    numbers: dict[str, int] = {}
     rest = list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
+    while rest and rest[0].startswith("-"):
         word = rest.pop(0)
         if word == "--":
             break
-        if word.startswith("--"):
-            _long(word, rest, options)
-        else:
-            _short(word[1:], rest, options)
+        name, _, value = word[2:].partition("=")
+        known = word.startswith("--") and name in _NUMBERS | _NOTHING
+        right = value.isascii() and value.isdigit() if name in _NUMBERS else value != "none,help"
+        if not known or not right or (name == "export" and value != "ALL"):
+            raise OptionError(f"{word}: the local backend does not know this option or value")
+        if name == "nodes" and value != "1":
+            raise OptionError(f"{word}: the local backend has one node")
+        if name in _NUMBERS:
+            numbers[name] = int(value)
     if not rest:
         raise OptionError("no command given to execute")
-    _check(options)
-    return options, rest
-
-
-def _long(word: str, rest: list[str], options: dict[str, str]) -> None:
-    name, equals, value = word[2:].partition("=")
-    if name not in _VALUES | _FLAGS:
-        raise OptionError(f"unrecognized option '{word}' (local backend)")
-    if equals and name in _FLAGS - {_KILL}:
-        raise OptionError(f"option '--{name}' takes no value")
-    options[name] = _next(rest, word) if name in _VALUES and not equals else value
-
-
-def _short(letters: str, rest: list[str], options: dict[str, str]) -> None:
-    while letters:
-        letter, letters = letters[0], letters[1:]
-        if letter not in _SHORT:
-            raise OptionError(f"invalid option -- '{letter}' (local backend)")
-        name, value = _SHORT[letter], ""
-        if name in _VALUES:
-            value, letters = letters or _next(rest, f"-{letter}"), ""
-        elif name == _KILL and letters[:1].isdigit():
-            value, letters = letters, ""
-        options[name] = value
-
-
-def _next(rest: list[str], option: str) -> str:
-    if not rest:
-        raise OptionError(f"option '{option}' requires an argument")
-    return rest.pop(0)
-
-
-def _check(options: dict[str, str]) -> None:
-    for name, least in _NUMBERS.items():
-        value = options.get(name, "1").partition("-" if name == "nodes" else " ")[0]
-        if not (value.isascii() and value.isdigit()) or int(value) < least:
-            raise OptionError(f"invalid value for --{name}: {options[name]!r}")
-        if name == "nodes" and int(value) > 1:
-            raise OptionError(f"--nodes={options[name]}: the local backend has one node")
-    if options.get("export", "") not in ("ALL", ""):
-        raise OptionError(f"--export={options['export']}: the local backend exports ALL")
-    if "help" in options.get("cpu-bind", "").split(","):
-        raise OptionError(f"--cpu-bind={options['cpu-bind']}: the local backend binds no tasks")
+    return numbers, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,11 +114,11 @@ class _Task:
 class _Step:
     """The tasks of one srun."""
 
-    def __init__(self, options: dict[str, str], command: list[str]) -> None:
+    def __init__(self, options: dict[str, int], command: list[str]) -> None:
         self.options = options
         self.command = command
         count = options.get("ntasks") or options.get("ntasks-per-node")
-        self.ntasks = int(count or os.environ.get("SLURM_NTASKS", "1"))
+        self.ntasks = count or int(os.environ.get("SLURM_NTASKS", "1"))
         self.host = os.environ.get("SLURMD_NODENAME", "localhost")
         self.step_id = _claim_step()
         self.tasks: list[_Task] = []
@@ -217,7 +167,6 @@ class _Step:
             os.setpgid(0, 0)
             if rank:  # standard input is task 0's
                 os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-            os.chdir(self.options.get("chdir") or ".")
             for number in (*_WATCHED, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -242,9 +191,8 @@ class _Step:
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
             "SLURM_TASK_PID": os.getpid(),
         }
-        for name in ("cpus-per-task", "ntasks-per-node", "job-name"):
-            if name in self.options:
-                values[f"SLURM_{name.replace('-', '_').upper()}"] = self.options[name]
+        if "ntasks-per-node" in self.options:
+            values["SLURM_NTASKS_PER_NODE"] = self.ntasks
         return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
     def _wait(self) -> None:
@@ -259,17 +207,17 @@ class _Step:
 
     def _task_ended(self, task: _Task) -> None:
         now = time.monotonic()
-        if task.status and "quiet" not in self.options:
+        if task.status:
             how = f"Exited with exit code {task.status}"
             if task.status > _SIGNALLED:
                 number = task.status - _SIGNALLED
                 how = signal.strsignal(number) or f"Signal {number}"
             _error(f"{self.host}: task {task.rank}: {how}")
-        if task.status and self.options.get(_KILL, "0") != "0":
+        if task.status and self.options.get(_KILL):
             self.term_at = min(self.term_at, now)
         # --wait counts from the first task that ends, whatever its status, and kills without
         # SIGTERM.
-        elif seconds := int(self.options.get("wait", "0")):
+        elif seconds := self.options.get("wait"):
             self.kill_at = min(self.kill_at, now + seconds)
 
     def _end_when_due(self) -> None:

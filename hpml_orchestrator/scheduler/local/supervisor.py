@@ -1,9 +1,10 @@
-"""The process that runs one local job and records how it ended.
+"""The process that waits for its turn, runs one local job, and records how it ended.
 
-A daemon in its own session, started by `queue.schedule`. It is a child subreaper: processes that
-the job leaves behind become its children, and it ends them with the job. It handles three signals:
-USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at the machine's
-shutdown.
+A daemon in its own session, started with the submission. Of an array it takes the next task, and
+starts another supervisor for those after it. It is a child subreaper: processes that the job leaves
+behind become its children, and it ends them with the job. While the job runs it handles three
+signals: USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at the
+machine's shutdown.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.records.process import environment_of
+from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.scheduler.local.jobs import Home
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
@@ -30,42 +30,119 @@ from hpml_orchestrator.scheduler.local.processes import (
     kill_until_gone,
     send,
 )
-from hpml_orchestrator.scheduler.local.queue import schedule
-from hpml_orchestrator.scheduler.local.resources import StopSignal, slurm_variables
+from hpml_orchestrator.scheduler.local.resources import slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.scheduler.local.jobs import LocalJob
+    from collections.abc import Sequence
+
+    from hpml_orchestrator.scheduler.local.jobs import Line, LocalJob
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _HANDLED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 _IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
 _NEVER = float("inf")
+_NEVER_MET = "DependencyNeverSatisfied"
+_BEHIND = "Priority: an earlier job waits for room"
 _MAX_PAUSE_SECONDS = 3600.0
 _PAUSE_SECONDS = 0.1
+_LOOK_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 10.0
 _RECORD_PATIENCE_SECONDS = 600.0
 _RECORD_PAUSE_SECONDS = 0.5
 _CANNOT_EXECUTE = 126
 
 
-def main(home_path: str, lock_root: str, job_id: str) -> None:
-    """Run one job to which `schedule` allocated CPUs and GPUs."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+def main(home_path: str, lock_root: str, number: str, lock: str) -> None:
+    """Wait for the next task of a submission, and run it."""
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    os.set_inheritable(int(lock), False)
     home = Home(Path(home_path), Path(lock_root))
-    # The handlers come before the claim: from then on `cancel` signals this process, and the
-    # default action of SIGUSR1 would kill it.
-    run = _Run(home)
-    with home.lock():
-        (job,) = home.find(job_id)
-        if job.state is not JobState.CONFIGURING:
-            return  # cancelled meanwhile, or another supervisor was faster
-        job.claim()
-    run.until_over(job)
-    with contextlib.suppress(HpmlError, OSError), home.lock():
-        schedule(home)
+    run = _next(home, int(number))
+    home.started(int(number), int(lock))
+    if run is not None:
+        run.until_over()
+        # Under the lock: while another process holds it, an end that was recorded just now must not
+        # look like the death of a supervisor.
+        with contextlib.suppress(HpmlError, OSError), home.lock():
+            home.start(home.settle())
+
+
+def _next(home: Home, number: int) -> _Run | None:
+    """Wait until a task of a submission may start, and claim it; None if all have."""
+    with home.line(number) as line:
+        while tasks := home.pending(number):
+            reason = _obstacle(home, tasks[0], line)
+            if not reason or reason != tasks[0].status.reason:
+                with home.lock(_NEVER):
+                    for job in home.pending(number):  # some may have been cancelled
+                        if reason == _NEVER_MET:
+                            job.end(JobState.CANCELLED, reason)
+                            continue
+                        allocation = reason or _allocation(job, home.settle())
+                        if not isinstance(allocation, str):
+                            # The handlers come before the claim: from then on `cancel` signals this
+                            # process, and the default action of SIGUSR1 would kill it.
+                            run = _Run(home, job)
+                            job.claim(*allocation)
+                            return run
+                        job.wait_for(allocation)
+                        break
+            if reason == _BEHIND:
+                line.wait()
+            else:
+                time.sleep(_LOOK_SECONDS)
+    return None
+
+
+def _obstacle(home: Home, job: LocalJob, line: Line) -> str:
+    """Return why a job cannot start, however much room there is; empty if it is the next one."""
+    request = job.request
+    met = {_met(home, job_id, end) for job_id, end in request.after}
+    # False before None: one dependency that has failed decides, even while others are still open.
+    reason = _NEVER_MET if False in met else "Dependency" if None in met else ""
+    running = sum(task.has_slots for task in home.jobs_of(job.submission))
+    if request.limit and running >= request.limit:
+        reason = reason or f"Priority: the array runs {counted(request.limit, 'task')} at once"
+    if reason:
+        line.leave()  # it must not block those behind it: it could not start on an idle machine
+        return reason
+    return "" if line.is_first() else _BEHIND
+
+
+def _met(home: Home, job_id: str, end: str) -> bool | None:
+    """Return whether a dependency is met; None if that is still open."""
+    states = [job.state for job in home.find(job_id)]
+    if not all(state.over for state in states):
+        return None
+    completed = all(state is JobState.COMPLETED for state in states)
+    # A pruned job leaves no states. It ended in some way that nobody knows any more, which
+    # satisfies `any` and nothing else.
+    return end == "any" or (bool(states) and completed == (end == "ok"))
+
+
+def _allocation(job: LocalJob, unfinished: Sequence[LocalJob]) -> tuple[list[int], list[str]] | str:
+    """Return the CPUs and GPUs for a job, or why there are none."""
+    machine, needs = job.request.machine, job.request.needs
+    holders = [other for other in unfinished if other.has_slots]
+    taken_cpus = {cpu for holder in holders for cpu in holder.status.cpus}
+    taken_gpus = {gpu for holder in holders for gpu in holder.status.gpus}
+    cpus = [cpu for cpu in machine.cpus if cpu not in taken_cpus]
+    gpus = [gpu for gpu in machine.gpus if gpu not in taken_gpus]
+    short = [
+        f"{wanted} {kind}s wanted, {free} of {total} free"
+        for kind, wanted, free, total in (
+            ("CPU", needs.cpus, len(cpus), len(machine.cpus)),
+            ("GPU", needs.gpus, len(gpus), len(machine.gpus)),
+        )
+        if free < wanted
+    ]
+    if short:
+        running = ", ".join(holder.job_id for holder in holders)
+        return f"Resources: {'; '.join(short)} (running: {running})"
+    return cpus[: needs.cpus], gpus[: needs.gpus]
 
 
 class _Signals:
@@ -89,32 +166,25 @@ class _Signals:
 class _Run:
     """One job from its first process to its last."""
 
-    job: LocalJob
-
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, job: LocalJob) -> None:
         self.home = home
+        self.job = job
         self.signals = _Signals()
         self.shell = Identity(0, 0)
         self.status: int | None = None
         self.ending: tuple[JobState, str] | None = None
-        self.limit_at = self.warn_at = self.kill_at = _NEVER  # a laptop's sleep does not count
-        self.warning: StopSignal | None = None
+        self.limit_at = self.kill_at = _NEVER  # a laptop's sleep does not count
 
-    def until_over(self, job: LocalJob) -> None:
+    def until_over(self) -> None:
         """Run the job and record its end."""
-        self.job = job
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
         problem = self._start()
         if problem:
             self._record(JobState.FAILED, 1, 0, problem)
             return
-        asked = job.request.directives
-        if asked.time_limit_seconds is not None:
-            self.limit_at = time.monotonic() + asked.time_limit_seconds
-            self.warning = asked.stop_signal
-        self.warn_at = self.limit_at - self.warning.seconds if self.warning else _NEVER
+        self.limit_at = time.monotonic() + self.job.request.needs.seconds
         while self.status is None:
-            deadline = min(self.limit_at, self.warn_at) if self.ending is None else self.kill_at
+            deadline = self.limit_at if self.ending is None else self.kill_at
             pause = max(deadline - time.monotonic(), _PAUSE_SECONDS)
             received = self.signals.wait(min(pause, _MAX_PAUSE_SECONDS))
             self._reap()
@@ -159,9 +229,6 @@ class _Run:
             self._end(JobState.NODE_FAIL, "the job's supervisor received a signal to stop")
         elif now >= self.limit_at:
             self._end(JobState.TIMEOUT, "TimeLimit")
-        elif now >= self.warn_at:
-            self.warn_at = _NEVER
-            self._warn()
 
     def _change(self, received: set[int]) -> None:
         """Record that the job is requeued; a time limit does not undo that, a cancellation does.
@@ -265,18 +332,6 @@ class _Run:
         # continues.
         self._send(signal.SIGCONT)
         self._send(signal.SIGTERM)
-
-    def _warn(self) -> None:
-        if self.warning is None:
-            return
-        if self.warning.batch_shell_only:
-            send(self.shell, self.warning.number)
-            return
-        # Without `B:` Slurm signals the steps only. Here they are the processes below an srun,
-        # which sets SLURM_STEP_ID.
-        for who in self._members():
-            if any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment_of(who.pid)):
-                send(who, self.warning.number)
 
     def _send(self, number: int) -> None:
         # Oldest first: otherwise a script would continue with its next command.

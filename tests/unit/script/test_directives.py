@@ -8,7 +8,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.script.directives import directives, effective_job, memory_mebibytes
+from hpml_orchestrator.script.directives import directives, effective_job
 from hpml_orchestrator.script.render import render
 from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import HERE
@@ -49,7 +49,7 @@ def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
         {"name": "d", "source": "/d", "target": "shm"},
     ]
     asked = job_of(stage=stage, resources={"memory": "4G"})
-    assert memory_mebibytes(asked) == 4096 + 2048
+    assert asked.memory_mib == 4096 + 2048
     assert "--mem=6144M" in directives(asked)
     assert not any("--mem" in line for line in directives(job_of(stage=stage)))
     assert effective_job(asked, rules(mem={}).site.directives).resources.memory == 4096

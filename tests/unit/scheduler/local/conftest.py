@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.records.job import Job
+from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import Identity, marked
@@ -39,18 +41,31 @@ class Bench:
         }
         return LocalScheduler(self.path / "home", **{**known, **self.options})
 
-    def request(self, body: str, *, name: str = "job", directory: str = "sub") -> SubmitRequest:
+    def request(
+        self,
+        body: str,
+        *,
+        name: str = "job",
+        directory: str = "sub",
+        array: str = "",
+        launcher: str = "srun",
+        **resources: Any,
+    ) -> SubmitRequest:
         where = self.path / directory
         (where / "output").mkdir(parents=True, exist_ok=True)
         where.joinpath("job.sh").write_text(f"#!/bin/bash\n{body}\n")
+        given = {"name": "job", "launcher": launcher, "resources": resources}
+        job = Job.from_json({**given, "array": array or None})
+        where.joinpath("agent.json").write_text(NodeJob(job).text())
         environment = {"PATH": os.environ["PATH"], "MINE": "yes", "HPML_TEST": str(self.path)}
-        return SubmitRequest(where, where / "out.txt", name, "", environment)
+        output = where / "out.txt"
+        return SubmitRequest(where, output, name, "", environment, array=bool(array))
 
-    def submit(self, body: str, *, directory: str = "sub") -> str:
-        return self.scheduler().submit(self.request(body, directory=directory))
+    def submit(self, body: str, **more: Any) -> str:
+        return self.scheduler().submit(self.request(body, **more))
 
     def array(self, tasks: str, body: str) -> SubmitRequest:
-        return replace(self.request(f"#SBATCH --array={tasks}\n{body}"), array=True)
+        return self.request(body, array=tasks)
 
     def status(self, job_id: str) -> JobStatus:
         return self.scheduler().query([job_id])[job_id]
@@ -61,6 +76,11 @@ class Bench:
             assert time.monotonic() < until, status
             time.sleep(0.02)
         return status
+
+    def waits(self, job_id: str, reason: str) -> None:
+        """Wait until that is why it waits."""
+        status = self.until(job_id, lambda status: status.reason == reason)
+        assert status.state is JobState.PENDING
 
     def running(self, job_id: str) -> None:
         self.until(job_id, lambda status: status.state is JobState.RUNNING)

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,11 +19,11 @@ import hpml_orchestrator
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.scheduler.local import queue
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
     is_alive,
+    marked,
     send,
 )
 from hpml_orchestrator.scheduler.local.resources import gpu_ids
@@ -40,13 +40,16 @@ def test_runs_a_script_as_slurm_would(bench: Bench) -> None:
     """Variables, directory, CPUs, GPUs and limits are those of a one-node job."""
     scheduler: Scheduler = bench.scheduler()
     request = bench.request(
-        "#SBATCH -n 2 --gpus=1 --mem=512 -t 5 -p gpu\n"
         "echo $SLURM_JOB_ID $SLURM_JOB_NAME $SLURM_NNODES $SLURM_NTASKS $SLURM_CPUS_ON_NODE\n"
         "echo $CUDA_VISIBLE_DEVICES $SLURM_GPUS_ON_NODE $SLURM_MEM_PER_NODE $MINE\n"
-        "echo ${SLURM_CPUS_PER_TASK-unset} ${SLURM_RESTART_COUNT-unset} $TMPDIR\n"
+        "echo $SLURM_CPUS_PER_TASK ${SLURM_RESTART_COUNT-unset} $TMPDIR\n"
         "pwd; echo $((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME))\n"
-        "nproc; cat",
+        "nproc; cat; scontrol show hostnames; scontrol show hostnames $SLURM_JOB_NODELIST",
         name="first",
+        ranks_per_node=2,
+        gpus=1,
+        memory="512M",
+        time=5,
     )
     assert scheduler.submit(request) == "1"
     status = bench.over("1")
@@ -55,10 +58,12 @@ def test_runs_a_script_as_slurm_would(bench: Bench) -> None:
     assert bench.output().splitlines()[:5] == [
         "1 first 1 2 2",
         "GPU-a 1 512 yes",
-        "unset unset /tmp",
+        "1 unset /tmp",
         str(where),
         "300",
     ]
+    host = os.uname().nodename.partition(".")[0]
+    assert bench.output().splitlines()[6:] == [host, host]
     assert (where / "sbatch.out").read_text() == "1\n"
     assert (where / "sbatch.err").read_text() == ""
     assert (status.name, status.directory) == ("first", str(where))
@@ -91,7 +96,7 @@ def test_records_how_a_script_failed(
 @pytest.mark.parametrize("name", ["-n '\" $HOME `x` ünï☃", "new\nline", "100%a"])
 def test_any_directory_name_will_do(bench: Bench, name: str) -> None:
     """Nothing is ever parsed by a shell."""
-    status = bench.run('srun -n1 echo "$SLURM_SUBMIT_DIR"', directory=name)
+    status = bench.run('srun --ntasks=1 echo "$SLURM_SUBMIT_DIR"', directory=name)
     assert status.state is JobState.COMPLETED
     assert bench.output(name) == f"{bench.path / name}\n"
     assert bench.scheduler().find(bench.path / name, name="job", since=0) == ["1"]
@@ -99,7 +104,9 @@ def test_any_directory_name_will_do(bench: Bench, name: str) -> None:
 
 def test_srun_is_the_local_one(bench: Bench) -> None:
     """It comes first on PATH, knows the job's size, and counts the job's steps."""
-    status = bench.run("#SBATCH -n 2\nsrun echo hi\nsrun -n1 sh -c 'echo $SLURM_STEP_ID'")
+    status = bench.run(
+        "srun echo hi\nsrun --ntasks=1 sh -c 'echo $SLURM_STEP_ID'", ranks_per_node=2
+    )
     assert (status.state, bench.output()) == (JobState.COMPLETED, "hi\nhi\n1\n")
 
 
@@ -128,7 +135,7 @@ def test_cancel_reaches_every_process_and_lets_them_answer(bench: Bench) -> None
 def test_srun_tasks_get_one_signal_on_cancel(bench: Bench) -> None:
     """The supervisor signals the tasks, and srun does not signal them again."""
     body = "trap 'echo x >> stopped; sleep .2; exit 0' TERM; echo > up; while :; do sleep .05; done"
-    job_id = bench.submit(f'srun -n1 bash -c "{body}"')
+    job_id = bench.submit(f'srun --ntasks=1 bash -c "{body}"')
     bench.file("up")
     bench.scheduler().cancel([job_id])
     bench.over(job_id)
@@ -139,13 +146,12 @@ def test_jobs_take_turns_in_order(bench: Bench) -> None:
     """Two that want the whole machine and a small one run first come, first served."""
     body = 'echo "$SLURM_JOB_ID" >> ../order; sleep .1; echo "-$SLURM_JOB_ID" >> ../order'
     os.mkfifo(bench.request("").directory / "gate")
-    first = bench.submit(f"#SBATCH -n 2\nread < gate\n{body}")
-    waiting = [bench.submit(f"#SBATCH -n {n}\n{body}", directory=f"s{n}") for n in (2, 1)]
+    first = bench.submit(f"read < gate\n{body}", ranks_per_node=2)
     bench.running(first)
-    assert [bench.status(job_id).reason for job_id in waiting] == [
-        "Resources: 2 CPUs wanted, 0 of 2 free (running: 1)",
-        "Priority: job 2 is before it",
-    ]
+    waiting = [bench.submit(body, directory="s2", ranks_per_node=2)]
+    bench.waits(waiting[0], "Resources: 2 CPUs wanted, 0 of 2 free (running: 1)")
+    waiting.append(bench.submit(body, directory="s1"))
+    bench.waits(waiting[1], "Priority: an earlier job waits for room")
     (bench.path / "sub" / "gate").write_text("go\n")
     # no question is asked until the last has run: supervisors alone drive the queue
     eventually(lambda: "-3" in bench.file("order", "."))
@@ -157,12 +163,11 @@ def test_jobs_take_turns_in_order(bench: Bench) -> None:
 def test_jobs_that_fit_run_side_by_side_on_their_own_cpus_and_gpus(bench: Bench) -> None:
     """No CPU and no GPU is given to two jobs; one that waits is cancelled at once."""
     body = "{ echo $CUDA_VISIBLE_DEVICES; taskset -cp $$; } > new; mv new has; sleep 600"
-    body = f"#SBATCH -n 1 --gpus=1\n{body}"
     for directory in ("a", "b"):
-        bench.submit(body, directory=directory)
+        bench.submit(body, directory=directory, gpus=1)
     has = [bench.file("has", directory).split() for directory in ("a", "b")]
     assert {(one[0], one[-1]) for one in has} == {("GPU-a", "0"), ("GPU-b", "1")}
-    waits = bench.submit("#SBATCH --gpus=1", directory="c")
+    waits = bench.submit("", directory="c", gpus=1)
     bench.scheduler().cancel([waits])
     status = bench.status(waits)
     assert (status.state, status.exit_code, status.started) == (JobState.CANCELLED, None, None)
@@ -171,15 +176,15 @@ def test_jobs_that_fit_run_side_by_side_on_their_own_cpus_and_gpus(bench: Bench)
 def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
     """Later jobs pass them; one that can never start is cancelled, which others may wait for."""
 
-    def submit(name: str, body: str, *after: tuple[str, str]) -> str:
+    def submit(name: str, body: str, *after: tuple[str, str], array: str = "") -> str:
         waits = tuple(Dependency(job_id, end) for end, job_id in after)
-        request = bench.request(body, name=name, directory=name)
+        request = bench.request(body, name=name, directory=name, array=array)
         return bench.scheduler().submit(replace(request, after=waits))
 
     gate = bench.path / "gate"
     until = f"while [ ! -e {gate} ]; do sleep 0.02; done"
-    good = submit("good", f"#SBATCH --array=0-1\n{until}")
-    bad = submit("bad", f"#SBATCH -c 1\n{until}; exit 3")
+    good = submit("good", until, array="0-1")
+    bad = submit("bad", f"{until}; exit 3")
     waits = {
         "both": submit("both", "true", ("ok", good), ("any", f"{good}_1"), ("notok", bad)),
         "never": submit("never", "true", ("ok", bad), ("ok", good)),
@@ -187,8 +192,8 @@ def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
     }
     waits["chain"] = submit("chain", "true", ("any", waits["never"]))
     waits["doomed"] = submit("doomed", "true", ("ok", waits["never"]))
-    states = bench.scheduler().query(list(waits.values())).values()
-    assert {(one.state.value, one.reason) for one in states} == {("PENDING", "Dependency")}
+    for job_id in waits.values():
+        bench.waits(job_id, "Dependency")
     free = submit("free", "true")
     gate.touch()
     ends = {name: bench.over(job_id) for name, job_id in waits.items()}
@@ -211,24 +216,10 @@ def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
 def test_time_limit(bench: Bench, trap: str, kill_wait: float, number: int, last: str) -> None:
     """A trap of SIGTERM runs to its end; who ignores it is killed; the state is TIMEOUT."""
     bench.options["kill_wait_seconds"] = kill_wait
-    status = bench.run(f"#SBATCH --time=0:01\ntrap {trap} TERM\nwhile :; do sleep .05; done")
+    status = bench.run(f"trap {trap} TERM\nwhile :; do sleep .05; done", time="0:01")
     assert (status.state, status.exit_code, status.signal) == (JobState.TIMEOUT, 0, number)
     assert "DUE TO TIME LIMIT ***" in bench.output()
     assert bench.output().endswith(f"{last}\n")
-
-
-@pytest.mark.parametrize("flag", ["B:", ""])
-def test_warning_signal_comes_before_the_limit(bench: Bench, flag: str) -> None:
-    """B: reaches the batch shell only, without it only the steps are signalled."""
-    status = bench.run(
-        f"#SBATCH --time=1:03 --signal={flag}USR1@60\n"  # three seconds to set the traps
-        "trap 'echo shell; kill $!; exit 0' USR1\n"
-        "srun -n1 bash -c 'trap \"echo step; exit 0\" USR1; while :; do sleep .05; done' &\n"
-        "wait"
-    )
-    assert (status.state, status.exit_code) == (JobState.COMPLETED, 0)
-    stopped = {"shell", "step"} & set(bench.output().splitlines())
-    assert stopped == ({"shell"} if flag else {"step"})
 
 
 def test_what_escapes_is_ended_with_the_job(bench: Bench) -> None:
@@ -243,9 +234,8 @@ def test_what_escapes_is_ended_with_the_job(bench: Bench) -> None:
 
 def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
     """Its supervisor is not ended with the outer job, and its variables are its own."""
-    inner = bench.request(
-        "#SBATCH -n 1\nsleep .5; echo $SLURM_JOB_ID ${SLURM_NTASKS_PER_NODE-no}", directory="inner"
-    )
+    body = "sleep .5; echo $SLURM_JOB_ID $SLURM_NTASKS_PER_NODE ${SLURM_STEP_ID-no}"
+    inner = bench.request(body, directory="inner", ranks_per_node=2)
     code = bench.path / "inner.py"
     code.write_text(
         f"import os, sys; sys.path.insert(0, {ROOT!r}); from pathlib import Path\n"
@@ -256,10 +246,10 @@ def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
         "s = LocalScheduler(p / 'home', cpu_ids=lambda: [0, 1], lock_root=p / 'locks')\n"
         "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', job_environment(os.environ, 'all')))\n"
     )
-    status = bench.run(f"#SBATCH --ntasks-per-node=1\n{sys.executable} {code}")
+    status = bench.run(f"srun {sys.executable} {code}")
     assert status.state is JobState.COMPLETED
     assert bench.over("2").state is JobState.COMPLETED
-    assert bench.output("inner") == "2 no\n"
+    assert bench.output("inner") == "2 2 no\n"
 
 
 def dying_submission(bench: Bench, request: SubmitRequest, step: int) -> bool:
@@ -289,7 +279,8 @@ def test_a_killed_submission_leaves_one_job_or_none(bench: Bench, array: bool) -
         request = bench.array("0-2", "echo ran") if array else bench.request("echo ran")
         killed = dying_submission(bench, request, step)
         scheduler = bench.scheduler()
-        assert not scheduler.submitting(request.directory)
+        while scheduler.submitting(request.directory):  # its supervisor looks after the job
+            pass
         found = scheduler.find(request.directory, name="job", since=0)
         outcomes.append("none" if not found else "one" if killed else "survived")
         assert len(found) <= 1
@@ -310,10 +301,10 @@ def test_a_killed_submission_leaves_one_job_or_none(bench: Bench, array: bool) -
 def test_a_dead_supervisor_is_a_node_failure(bench: Bench) -> None:
     """What it ran is killed, escaped processes too, and its slots are free again."""
     job_id = bench.submit(
-        "#SBATCH -n 2\nsetsid sleep 61 & \ntrap '' TERM; echo > up; sleep 62; sleep 63"
+        "setsid sleep 61 & \ntrap '' TERM; echo > up; sleep 62; sleep 63", ranks_per_node=2
     )
     bench.file("up")
-    waits = bench.submit("#SBATCH -n 2", directory="next")
+    waits = bench.submit("", directory="next", ranks_per_node=2)
     assert send(bench.supervisor(job_id), signal.SIGKILL)
     status = bench.until(job_id, lambda status: status.state is not JobState.RUNNING)
     assert status.state is JobState.NODE_FAIL
@@ -322,19 +313,37 @@ def test_a_dead_supervisor_is_a_node_failure(bench: Bench) -> None:
     assert not bench.processes()
 
 
-def test_a_supervisor_that_never_came_is_replaced(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After some seconds another one is started; however many come, one claims the job."""
-    with monkeypatch.context() as patch:
-        patch.setattr(queue, "_BOOT", "")
-        job_id = bench.submit("echo ran; sleep .2")
-        assert bench.status(job_id).state is JobState.CONFIGURING
-    monkeypatch.setattr(queue, "_SPAWN_PATIENCE_SECONDS", 0.0)
-    for _ in range(3):
-        bench.status(job_id)
+def waiting_supervisor(bench: Bench, job_id: str) -> Identity:
+    """Return the supervisor that waits for the next task of a submission."""
+    found: list[Identity] = []
+
+    def there() -> bool:
+        found[:] = [
+            who
+            for who in marked([f"HPML_LOCAL_SUPERVISOR={job_id}"])
+            if str(bench.path) in Path(f"/proc/{who.pid}/cmdline").read_text()
+        ]
+        return len(found) == 1
+
+    eventually(there)
+    return found[0]
+
+
+@pytest.mark.parametrize("tasks", ["", "0-1"])
+def test_a_killed_supervisor_that_waits_is_replaced(bench: Bench, tasks: str) -> None:
+    """The next call starts another one, and each task runs once; others pass meanwhile."""
+    first = bench.submit("echo > up; until [ -e ../go ]; do sleep .02; done", ranks_per_node=2)
+    bench.running(first)
+    request = bench.request("echo ran", directory="next", array=tasks)
+    job_id = bench.scheduler().submit(request)
+    bench.waits(job_id, "Resources: 1 CPUs wanted, 0 of 2 free (running: 1)")
+    assert send(waiting_supervisor(bench, job_id), signal.SIGKILL)
+    later = bench.submit("", directory="later")
+    (bench.path / "go").touch()
+    assert bench.over(later).state is JobState.COMPLETED
     assert bench.over(job_id).state is JobState.COMPLETED
-    assert bench.output() == "ran\n"
+    outputs = [request.task_output(n) for n in (0, 1)] if tasks else [request.output]
+    assert [path.read_text() for path in outputs] == ["ran\n"] * len(outputs)
 
 
 def test_a_reboot_is_a_node_failure(bench: Bench) -> None:
@@ -448,10 +457,10 @@ def test_a_supervisor_that_is_told_to_stop_ends_its_job(bench: Bench) -> None:
 
 def test_a_refusal_leaves_no_job(bench: Bench) -> None:
     """The reason is in the error and in sbatch.err, and nothing was queued."""
-    request = bench.request("#SBATCH --gpus=3")
-    with pytest.raises(SchedulerError, match="--gpus=3 asks for 3 GPUs"):
+    request = bench.request("", gpus=3)
+    with pytest.raises(SchedulerError, match="asks for 3 GPUs; this machine .* has 2"):
         bench.scheduler().submit(request)
-    assert "--gpus=3" in (request.directory / "sbatch.err").read_text()
+    assert "3 GPUs" in (request.directory / "sbatch.err").read_text()
     assert not (request.directory / "sbatch.out").exists()
     assert bench.scheduler().find(request.directory, name="", since=0) == []
     with pytest.raises(SchedulerError, match="colon"):
@@ -459,6 +468,45 @@ def test_a_refusal_leaves_no_job(bench: Bench) -> None:
     (request.directory / "job.sh").unlink()
     with pytest.raises(SchedulerError, match=r"job\.sh"):
         bench.scheduler().submit(request)
+    (request.directory / "agent.json").unlink()
+    (request.directory / "job.sh").touch()
+    with pytest.raises(SchedulerError, match=r"agent\.json"):
+        bench.scheduler().submit(request)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"nodes": 2}, "2 nodes; .* has 1$"),
+        ({"ranks_per_node": 3}, r"3 CPUs \(3 ranks of 1\); .* has 2$"),
+        ({"launcher": "torchrun", "cpus_per_rank": 3}, "3 CPUs"),
+        ({"memory": "2G"}, "2G of memory; .* has 1024"),
+        ({"array": "0-1000"}, "1001 array tasks; .* has 1000$"),
+    ],
+)
+def test_refuses_more_than_the_machine_has(bench: Bench, asked: dict[str, Any], words: str) -> None:
+    """The message names the request and what is here, the hint the way out."""
+    with pytest.raises(SchedulerError, match=words) as caught:
+        bench.submit("", **asked)
+    assert "Slurm cluster" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"ranks_per_node": 2}, "2 2 1\n"),
+        ({"launcher": "torchrun", "ranks_per_node": 2}, "2 1 2\n"),
+        ({"exclusive": True}, "2 1 1\n"),
+        ({"ranks_per_node": 4, "extra": ["--overcommit"]}, "2 4 1\n"),
+        ({"cpus_per_rank": 1}, "1 1 1\n"),
+    ],
+)
+def test_a_job_holds_what_its_file_asks_for(
+    bench: Bench, asked: dict[str, Any], found: str
+) -> None:
+    """CPUs are ranks times CPUs per rank; if exclusive all, if overcommitted at most all."""
+    bench.run("echo $SLURM_CPUS_ON_NODE $SLURM_NTASKS $SLURM_CPUS_PER_TASK", **asked)
+    assert bench.output() == found
 
 
 @pytest.mark.parametrize(
@@ -506,9 +554,7 @@ def test_no_more_tasks_at_once_than_asked_for(bench: Bench) -> None:
     asked = bench.array("0-2%1", f"while [ ! -e {release} ]; do sleep 0.02; done")
     job_id = bench.scheduler().submit(asked)
     bench.running(f"{job_id}_0")
-    second = bench.status(f"{job_id}_1")
-    assert second.state is JobState.PENDING
-    assert second.reason == "Priority: the array runs 1 task at once"
+    bench.waits(f"{job_id}_1", "Priority: the array runs 1 task at once")
     later = bench.submit("true", directory="later")
     assert bench.over(later).state is JobState.COMPLETED  # what has room passes by
     release.touch()
@@ -531,13 +577,6 @@ def test_one_task_or_all_are_cancelled(bench: Bench) -> None:
     for index in range(4):
         assert bench.over(f"{job_id}_{index}").state is JobState.CANCELLED
     assert bench.over(job_id).state is JobState.CANCELLED
-
-
-def test_too_many_tasks_are_refused(bench: Bench) -> None:
-    """The message names the limit of this machine."""
-    with pytest.raises(SchedulerError, match="the local backend takes 1000 at once") as caught:
-        bench.scheduler().submit(bench.array("0-1000", "true"))
-    assert "Slurm" in caught.value.hint
 
 
 @pytest.mark.parametrize(
