@@ -43,11 +43,9 @@ from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRun
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import (
     LocalMachine,
-    cpu_ids,
-    gpu_ids,
-    memory_mb,
     short_hostname,
     shortages,
+    this_machine,
 )
 from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
@@ -215,8 +213,7 @@ def check_job(
     if on_nodes and hosts != {short_hostname()}:
         findings += check_shared(job, records)
     if not on_slurm:
-        machine = LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
-        findings += [*check_local(job, machine), *check_binding(job)]
+        findings += [*check_local(job, this_machine()), *check_binding(job)]
         return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     answer = ClusterAnswer()
     if cluster is not None:

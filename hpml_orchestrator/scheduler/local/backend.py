@@ -21,11 +21,11 @@ from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.scheduler.local import resources
 from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob, LocalRequest
-from hpml_orchestrator.scheduler.local.processes import descendants, send
+from hpml_orchestrator.scheduler.local.processes import Identity, send
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _KILL_WAIT_SECONDS = 30.0
 _KILL_WAIT_VARIABLE = "HPML_LOCAL_KILL_WAIT"
@@ -38,9 +38,7 @@ class LocalScheduler:
 
     Args:
         home: directory of this machine's jobs, `<records>/local/<hostname>`; made on demand.
-        gpu_ids: returns the GPUs as CUDA_VISIBLE_DEVICES names them.
-        cpu_ids: returns the CPUs that jobs may use.
-        memory_mb: returns the memory of the machine in MiB, 0 where not known.
+        machine: what jobs share; all of this machine when left out.
         kill_wait_seconds: time between SIGTERM and SIGKILL; $HPML_LOCAL_KILL_WAIT or 30.
         lock_root: a local directory of this machine that everybody may write to.
     """
@@ -51,16 +49,12 @@ class LocalScheduler:
         self,
         home: Path,
         *,
-        gpu_ids: Callable[[], Sequence[str]] = resources.gpu_ids,
-        cpu_ids: Callable[[], Sequence[int]] = resources.cpu_ids,
-        memory_mb: Callable[[], int] = resources.memory_mb,
+        machine: resources.LocalMachine | None = None,
         kill_wait_seconds: float | None = None,
         lock_root: Path = Path("/tmp"),  # noqa: S108 - the directory below it is checked
     ) -> None:
         self._home = Home(home, lock_root)
-        self._gpu_ids = gpu_ids
-        self._cpu_ids = cpu_ids
-        self._memory_mb = memory_mb
+        self._machine = machine
         self._kill_wait_seconds = kill_wait_seconds
 
     def cluster(self) -> str:
@@ -111,12 +105,11 @@ class LocalScheduler:
             SchedulerUnavailable: the records cannot be read.
         """
         active = {job.number: job for job in self._settle()}
-        full = self._home.full()
         statuses: dict[str, JobStatus] = {}
         for job_id in job_ids:
             jobs = [active.get(job.number, job) for job in self._home.find(job_id)]
             if jobs:
-                statuses[job_id] = representative(job_id, [_status(job, full) for job in jobs])
+                statuses[job_id] = representative(job_id, [_status(job) for job in jobs])
         return statuses
 
     def starts(self, job_id: str) -> list[JobStatus]:  # noqa: ARG002 - scripts are not lost here
@@ -171,8 +164,8 @@ class LocalScheduler:
                         ) from error
                 # Ask the supervisor rather than kill the job's processes here: it alone knows all
                 # of them, including daemons that left the session, and it records the end.
-                elif not job.state.over and job.supervisor is not None:
-                    send(job.supervisor, signal.SIGUSR1)
+                elif not job.state.over and (owner := job.supervisor):
+                    send(Identity(owner.pid, owner.start_ticks), signal.SIGUSR1)
 
     def _settle(self) -> list[LocalJob]:
         """End lost jobs and start missing supervisors; return the unfinished jobs."""
@@ -198,9 +191,7 @@ class LocalScheduler:
             job = NodeJob.read(request.directory).job
         except RecordError as error:
             raise SchedulerError(f"no job to submit: {error}") from error
-        machine = resources.LocalMachine(
-            tuple(self._cpu_ids()), tuple(self._gpu_ids()), self._memory_mb()
-        )
+        machine = self._machine or resources.this_machine()
         for _, has, shown in resources.shortages(job, machine):
             raise SchedulerError(
                 f"the job asks for {shown}; this machine ({resources.short_hostname()}) has {has}",
@@ -232,18 +223,13 @@ class LocalScheduler:
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) else _KILL_WAIT_SECONDS
 
 
-def _status(job: LocalJob, full: str) -> JobStatus:
+def _status(job: LocalJob) -> JobStatus:
     status = job.status
-    supervisor = job.supervisor if full and job.state is JobState.RUNNING else None
-    if supervisor is not None and not descendants(supervisor.pid):
-        # The supervisor retries for ten minutes to record the end.
-        reason = f"the job has ended, and its end cannot be recorded: {full}"
-        status = replace(status, state=JobState.UNKNOWN, reason=reason)
     return JobStatus(
         job_id=job.job_id,
         state=status.state,
         raw_state=status.state.value,
-        reason=status.reason or ("None" if job.state is JobState.PENDING else ""),
+        reason=status.reason or ("Priority" if job.state is JobState.PENDING else ""),
         exit_code=status.exit_code,
         signal=status.signal,
         nodes=job.request.host if status.started is not None else "",

@@ -43,13 +43,10 @@ from hpml_orchestrator.records.files import (
     write_json,
     write_text,
 )
-from hpml_orchestrator.records.owner import boot_id
+from hpml_orchestrator.records.owner import Owner, boot_id, owner_is_alive, this_owner
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.scheduler.local.processes import (
     SUPERVISOR_MARK,
-    Identity,
-    identity,
-    is_alive,
     kill_until_gone,
     marked,
 )
@@ -90,22 +87,13 @@ _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
-class Supervisor:
-    """The process that runs a job; the boot id makes its pid and start unique."""
-
-    pid: int
-    start: int
-    boot: str
-
-
-@dataclass(frozen=True)
 class Status:
     """The state of one task, `<task>.json`; times are seconds since the epoch."""
 
     state: JobState = JobState.PENDING
     cpus: Sequence[int] = ()
     gpus: Sequence[str] = ()
-    supervisor: Supervisor | None = None
+    supervisor: Owner | None = None
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
@@ -117,9 +105,8 @@ class Status:
     def read(path: Path) -> Status:
         """Read a state file."""
         known = _fields(Status, read_json(path))
-        supervisor = known.pop("supervisor", None)
-        state = JobState(known.pop("state"))
-        return Status(state, supervisor=supervisor and Supervisor(**supervisor), **known)
+        supervisor = Owner.parse(known.pop("supervisor", None) or {})
+        return Status(JobState(known.pop("state")), supervisor=supervisor, **known)
 
 
 @dataclass(frozen=True)
@@ -215,26 +202,20 @@ class LocalJob:
         return self.state in (JobState.RUNNING, JobState.COMPLETING)
 
     @property
-    def supervisor(self) -> Identity | None:
-        """Its supervisor, if that same process still runs."""
-        recorded = self.status.supervisor
-        # Pids and start times repeat after a reboot, both being small numbers: without the boot id
-        # a stranger's process could pass for the supervisor.
-        if recorded is None or recorded.boot != boot_id():
-            return None
-        who = Identity(recorded.pid, recorded.start)
-        return who if is_alive(who) else None
+    def supervisor(self) -> Owner | None:
+        """The process that runs it, if that still lives; one of another machine does."""
+        owner = self.status.supervisor
+        return owner if owner and owner_is_alive(owner) else None
 
     def claim(self, cpus: Sequence[int], gpus: Sequence[str]) -> None:
         """Record that the calling process is its supervisor and starts it now. Needs the lock."""
-        me = identity(os.getpid())
         self.save(
             replace(
                 self.status,
                 state=JobState.RUNNING,
                 cpus=cpus,
                 gpus=gpus,
-                supervisor=Supervisor(me.pid, me.start, boot_id()),
+                supervisor=this_owner(self.job_id),
                 started=time.time(),
                 reason="",
             )
@@ -245,10 +226,6 @@ class LocalJob:
         if reason != self.status.reason:
             with contextlib.suppress(RecordError):
                 self.save(replace(self.status, reason=reason))
-
-    def requeue(self) -> None:
-        """Put it back into the queue under the same id."""
-        self.save(Status(restarts=self.status.restarts + 1))
 
     def end(self, state: JobState, reason: str) -> None:
         """Record the end of a job that nobody runs; in memory only if there is no room."""
@@ -263,40 +240,6 @@ class LocalJob:
         """
         self.status = status
         write_json(self.directory / f"{self.position}.json", asdict(status))
-
-
-class Line:
-    """The waiting jobs that could start as soon as there is room, each at its number.
-
-    A byte of a file stands for each number, and its lock for a process that waits: so the kernel
-    wakes a process when nobody is before it any more, and takes a killed one out of the line.
-    """
-
-    def __init__(self, fd: int, number: int) -> None:
-        self._fd = fd
-        self._number = number
-
-    def is_first(self) -> bool:
-        """Enter the line; return whether nobody is before this process."""
-        os.utime(self._fd)  # cleaners of /tmp go by age
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._number)
-        return self._look(fcntl.LOCK_NB)
-
-    def wait(self) -> None:
-        """Wait until this process is the first."""
-        self._look()
-
-    def leave(self) -> None:
-        """Let others pass."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._number)
-
-    def _look(self, how: int = 0) -> bool:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_SH | how, self._number, 0)
-        except (BlockingIOError, PermissionError):
-            return False
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, self._number, 0)  # whoever comes may go before
-        return True
 
 
 class Home:
@@ -326,7 +269,7 @@ class Home:
             SchedulerUnavailable: it was not free in time.
         """
         # flock, not a lock file: the kernel releases it when the holder dies, whichever way.
-        with self._opened("lock") as fd:
+        with self.opened("lock") as fd:
             until = time.monotonic() + patience_seconds
             while True:
                 try:
@@ -344,13 +287,8 @@ class Home:
             yield
 
     @contextlib.contextmanager
-    def line(self, number: int) -> Iterator[Line]:
-        """Give the line of the jobs that wait for room, and leave it in the end."""
-        with self._opened("line") as fd:
-            yield Line(fd, number)
-
-    @contextlib.contextmanager
-    def _opened(self, what: str) -> Iterator[int]:
+    def opened(self, what: str) -> Iterator[int]:
+        """Open one of the files for locks, and close it in the end."""
         # O_NOFOLLOW, because /tmp is open to everybody.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._lock_path(what), flags, 0o600)
@@ -378,16 +316,6 @@ class Home:
                 hint="the local backend keeps its locks there: remove it, or have it removed",
             )
         return path / f"{self._lock_name}.{what}"
-
-    def full(self) -> str:
-        """Return an error message if the records' file system is full, else an empty string."""
-        with contextlib.suppress(OSError):
-            info = os.statvfs(self.path)
-            # f_bavail, not f_bfree: the blocks reserved for root are of no use here. File systems
-            # without a fixed number of inodes report 0 of them.
-            if not info.f_bavail or (info.f_files and not info.f_favail):
-                return f"the file system of {self.path} is full: free some space"
-        return ""
 
     def numbers(self) -> list[int]:
         """Return the ids of all submissions in order.
@@ -472,19 +400,13 @@ class Home:
         What cannot be written to disk now is retried by the next call.
         """
         jobs = self.active()
-        # Pids of another machine would look dead from here, and its jobs would be recorded as
-        # failed.
-        if all(job.request.host == short_hostname() for job in jobs):
-            for job in jobs:
-                if job.has_slots and job.supervisor is None:
-                    why = self._clean_up(job)
-                    if full := self.full():
-                        why += f"; its end cannot be recorded: {full}"
-                    job.end(JobState.NODE_FAIL, why)
+        for job in jobs:
+            if job.has_slots and job.supervisor is None:
+                job.end(JobState.NODE_FAIL, self._clean_up(job))
         return jobs
 
     def _clean_up(self, job: LocalJob) -> str:
-        if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
+        if job.status.supervisor is None or job.status.supervisor.boot_id != boot_id():
             return "the machine was restarted while the job ran"
         variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={self.cluster}"]
         # With the supervisor gone, descent leads nowhere: its children belong to init now. Their
@@ -500,7 +422,7 @@ class Home:
         for number in {job.submission for job in here if job.state is JobState.PENDING}:
             # The supervisor inherits the lock, and holds it as long as it waits. So this process
             # may die at any point, and so may that one.
-            with self._opened(str(number)) as fd, contextlib.suppress(BlockingIOError):
+            with self.opened(str(number)) as fd, contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
                 argv += [str(self.path), str(self._lock_root), str(number), str(fd)]

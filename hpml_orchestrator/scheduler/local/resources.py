@@ -81,6 +81,11 @@ def memory_mb() -> int:
         return 0
 
 
+def this_machine() -> LocalMachine:
+    """Return what this machine has, as far as this process may use it."""
+    return LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
+
+
 def short_hostname() -> str:
     """Return the name of this machine without its domain."""
     return socket.gethostname().partition(".")[0] or "localhost"

@@ -17,6 +17,7 @@ from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import Identity, marked
+from hpml_orchestrator.scheduler.local.resources import LocalMachine
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -33,9 +34,7 @@ class Bench:
 
     def scheduler(self) -> LocalScheduler:
         known: dict[str, Any] = {
-            "cpu_ids": lambda: [0, 1],
-            "gpu_ids": lambda: ["GPU-a", "GPU-b"],
-            "memory_mb": lambda: 1024,
+            "machine": LocalMachine((0, 1), ("GPU-a", "GPU-b"), 1024),
             "kill_wait_seconds": PATIENCE_SECONDS,
             "lock_root": self.path / "locks",
         }
@@ -94,7 +93,7 @@ class Bench:
     def supervisor(self, job_id: str, position: int = 0) -> Identity:
         path = self.path / "home" / "jobs" / job_id / f"{position}.json"
         supervisor = json.loads(path.read_text())["supervisor"]
-        return Identity(supervisor["pid"], supervisor["start"])
+        return Identity(supervisor["pid"], supervisor["start_ticks"])
 
     def file(self, name: str, directory: str = "sub") -> str:
         path = self.path / directory / name
