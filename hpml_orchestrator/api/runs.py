@@ -98,14 +98,13 @@ def _load(
     _expect(valid, "settings", settings, 'a dictionary such as {"resources.nodes": 4}')
     _expect(isinstance(site, str | Path), "site", site, "the path of a site profile, or `none`")
     _expect(isinstance(local, bool), "local", local, "True or False")
-    load = partial(
-        load_job,
-        site=str(site) or os.environ.get("HPML_SITE", ""),
-        backend=choose("local" if local else "auto"),
-    )
+    profile = str(site) or os.environ.get("HPML_SITE", "")
+    _expect(isinstance(job, Job | str | Path), "job", job, "a Job, or the path of a job file")
+    place = Path.cwd() / _NO_FILE if isinstance(job, Job) else Path(job).expanduser()
+    backend = choose("local" if local else "auto", place, profile)
+    load = partial(load_job, place, site=profile, backend=backend)
     if not isinstance(job, Job):
-        _expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
-        return load(Path(job).expanduser(), [*(settings or {}).items()])
+        return load([*(settings or {}).items()])
     right = "left out for a Job, which `dataclasses.replace` changes"
     _expect(not settings, "settings", settings, right)
     try:
@@ -113,7 +112,7 @@ def _load(
     except ValueError as error:
         hint = "make_job(…) takes the values of a job file"
         raise InputError(str(error), field="job", hint=hint) from error
-    return load(Path.cwd() / _NO_FILE, fields=fields)
+    return load(fields=fields)
 
 
 class Run:

@@ -86,7 +86,7 @@ def advise(
             given = float(parse_size_mib(device_memory) * MIB), "--device-memory"
         except ValueError as error:
             raise InputError(str(error), field="--device-memory", value=device_memory) from None
-    backend = choose("auto")
+    backend = choose("auto", job_file, chosen_site(context))
     resolved = load_job(
         job_file,
         [parse_setting(setting) for setting in settings],

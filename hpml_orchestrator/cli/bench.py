@@ -81,7 +81,7 @@ def bench(
     wanted = job.parse_nodes(nodes)
     refuse_empty({"--shared": shared or None})
     place = _shared(shared, store)
-    name = backend_name(backend, local=local)
+    name = backend_name(context, _SOURCE, backend, local=local)
     site = site_for(_SOURCE, os.environ, chosen=chosen_site(context), backend=name)
 
     def render() -> Rendered:

@@ -39,7 +39,7 @@ def check(
     Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
     hides its nodes or partitions from you.
     """
-    name = backend_name(backend, local=local)
+    name = backend_name(context, job_file, backend, local=local)
     try:
         rendered = rendered_job(context, job_file, settings, name)
         report = check_rendered(rendered, store_of(context), script=rendered.script)

@@ -82,7 +82,8 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="slurm, local (this machine), or auto: Slurm if sbatch is on PATH.",
+        help="slurm, local (this machine), or auto: what HPML_BACKEND or the site profile says, "
+        "else Slurm if sbatch is on PATH.",
     ),
 ]
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]

@@ -131,7 +131,8 @@ def _submit(
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
 
     def render_file() -> Rendered:
-        return rendered_job(context, job_file, settings, backend_name(backend, local=local), after)
+        name = backend_name(context, job_file, backend, local=local)
+        return rendered_job(context, job_file, settings, name, after)
 
     return submit_rendered(store_of(context), render_file, checked=checked)
 

@@ -189,6 +189,8 @@ VARIABLES = {
     "`$XDG_STATE_HOME/hpml`, else `~/.local/state/hpml`.",
     "HPML_SITE": "The site profile to use, or `none`. Default: the nearest `hpml.toml` in the job "
     "file's directory or above it, then `~/.config/hpml/site.toml`, then `/etc/hpml/site.toml`.",
+    "HPML_BACKEND": "What `--backend auto` means: `slurm` or `local`. Default: `backend` of the "
+    "site profile, else Slurm if sbatch is on PATH.",
     "HPML_DEBUG": "Show tracebacks, as `--debug` does.",
     "HPML_LOCAL_KILL_WAIT": "Seconds between SIGTERM and SIGKILL for local jobs; default 30.",
     "NO_COLOR": "Print no colours.",

@@ -67,7 +67,8 @@ def render(
         raise InputError(
             "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
         )
-    rendered = rendered_job(context, job_file, settings, backend_name(backend, local=local))
+    name = backend_name(context, job_file, backend, local=local)
+    rendered = rendered_job(context, job_file, settings, name)
     if explain:
         rows = explained(rendered.resolved)
         if as_json:
@@ -114,8 +115,8 @@ def rendered_job(
     return render_job(job)
 
 
-def backend_name(backend: str, *, local: bool) -> str:
-    """Return `slurm` or `local` for the options `--backend` and `--local`."""
+def backend_name(context: typer.Context, job_file: str, backend: str, *, local: bool) -> str:
+    """Return `slurm` or `local` for a job file and the options `--backend` and `--local`."""
     if local:
         refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
-    return choose("local" if local else backend)
+    return choose("local" if local else backend, job_file, chosen_site(context))

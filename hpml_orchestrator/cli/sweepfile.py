@@ -51,7 +51,7 @@ def plan_sweep(
         check_search(sweep)
     return make_plan(
         sweep,
-        backend=backend_name(backend, local=local),
+        backend=backend_name(context, file, backend, local=local),
         site=chosen_site(context),
         argv=sys.argv,
         now=time.time(),

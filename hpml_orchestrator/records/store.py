@@ -235,10 +235,10 @@ class Store:
     def resolve(self, word: str, *, exact_name: bool = False, newest: bool = False) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
-        `last` is the user's own last one, not what `hpml bench` or a trial started. A number is a
-        job id and nothing else; if several clusters have it, that of this cluster. Any of these
-        with `.<index>` behind it means one task of a job array; so does Slurm's form of a task's
-        id, `123_4`.
+        `last` is the user's own last one that was not refused, not what `hpml bench` or a trial
+        started. A number is a job id and nothing else; if several clusters have it, that of this
+        cluster. Any of these with `.<index>` behind it means one task of a job array; so does
+        Slurm's form of a task's id, `123_4`.
 
         Args:
             word: what the user typed.
@@ -252,10 +252,10 @@ class Store:
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
         submissions = list(self.submissions())
-        if word == "last" and all(submission.started_by for submission in submissions):
+        if word == "last" and not any(map(_is_last, submissions)):
             message, hint = f"no runs under {self.root} yet", "start one with `hpml run`"
             if submissions:
-                message += " but those that hpml started itself"
+                message += " but those that were refused, or that hpml started itself"
                 hint += "; `hpml list` shows all"
             raise NotFoundError(message, hint=hint)
         match = self._named(submissions, word, exact_name=exact_name, newest=newest)
@@ -284,7 +284,7 @@ class Store:
     ) -> Submission | None:
         """Return the submission that a word names, None if there is none."""
         if word == "last":
-            return next((one for one in submissions if not one.started_by), None)
+            return next(filter(_is_last, submissions), None)
         if word.isdecimal():
             matches = [submission for submission in submissions if submission.has_job(word)]
             if len(matches) > 1 and (here := self.cluster()):
@@ -321,6 +321,13 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
             hint=f"its tasks: {first_few([str(number) for number in indices], 10)}",
         )
     return replace(submission, index=index)
+
+
+def _is_last(submission: Submission) -> bool:
+    """Return whether `last` may mean it."""
+    with contextlib.suppress(RecordError):  # a damaged one is named, and its fault shown
+        return not submission.started_by and submission.refused() is None
+    return True
 
 
 def _suggestion(word: str, submissions: list[Submission]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.model import Scheduler
+from hpml_orchestrator.site.profile import backend_of_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.store import Store
@@ -25,20 +28,32 @@ Backends: TypeAlias = Callable[[str, str], Scheduler]
 GO_THERE = "run hpml on a login node of that cluster"
 
 
-def choose(wanted: str) -> str:
+def choose(wanted: str, job_file: str | Path | None = None, site: str = "") -> str:
     """Return `slurm` or `local` for `auto`, `slurm` or `local`.
+
+    `auto` is what HPML_BACKEND or a site profile says; else Slurm where there is sbatch.
+
+    Args:
+        wanted: the word.
+        job_file: the job file, whose project may have a profile.
+        site: the value of `--site` or `HPML_SITE`.
 
     Raises:
         InputError: it is another word.
     """
-    # sbatch alone decides. A cluster that is down must not turn a job for its nodes into a local
-    # one on the login node.
+    field = "--backend"
     if wanted == "auto":
-        return "slurm" if shutil.which("sbatch") else "local"
+        field, wanted = "HPML_BACKEND", os.environ.get("HPML_BACKEND") or "auto"
+    # A cluster that is down must not turn a job for its nodes into a local one on the login node:
+    # whether it answers does not matter.
+    if wanted == "auto":
+        if not shutil.which("sbatch"):
+            return "local"
+        return backend_of_site(job_file, os.environ, chosen=site) or "slurm"
     if wanted not in ("slurm", "local"):
         raise InputError(
             "must be auto, slurm or local",
-            field="--backend",
+            field=field,
             value=wanted,
             hint=did_you_mean(wanted, ("auto", "slurm", "local"))
             or "auto is Slurm if sbatch is found, else this machine",

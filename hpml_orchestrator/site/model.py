@@ -213,6 +213,9 @@ class Site(Model):
     """Slurm's ClusterName."""
     slurm: values.PlainWord | None = None
     """Slurm's version, such as 22.05.8."""
+    backend: Literal["auto", "slurm", "local"] = "auto"
+    """Where jobs run without `--local` and `--backend`: `local` is the machine where hpml is
+    called. `auto` is Slurm if sbatch is on PATH."""
     requeue: Requeue = "auto"
     """Whether jobs may be requeued, so that a run with `checkpoint` keeps its job id.
     `auto` tries it. With `no`, and where Slurm refuses it, the job submits its continuation."""

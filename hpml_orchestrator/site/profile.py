@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import HpmlError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,7 +148,8 @@ def site_for(
     """
     if backend == "local" and not chosen:
         with contextlib.suppress(InputError):  # one that cannot be read is not used either
-            if unused := find_profiles(job_file, environment):
+            unused = find_profiles(job_file, environment)
+            if unused and backend_of_site(job_file, environment) != "local":
                 names = ", ".join(map(str, unused))
                 note = f"a local job uses no site profile or templates of yours ({names})"
                 notice(f"note: {note}; --site FILE applies one")
@@ -159,6 +160,25 @@ def site_for(
     from hpml_orchestrator.site.model import load_site  # noqa: PLC0415 - only with a profile
 
     return load_site(paths)
+
+
+def backend_of_site(
+    job_file: str | Path | None, environment: Mapping[str, str], *, chosen: str = ""
+) -> str:
+    """Return where jobs run by default, `slurm` or `local`; empty where no profile says.
+
+    Args:
+        job_file: the job file.
+        environment: of the process.
+        chosen: the value of `--site` or `HPML_SITE`.
+    """
+    from hpml_orchestrator.jobfile.document import read_mapping  # noqa: PLC0415 - only with a profile
+
+    found = ""
+    with contextlib.suppress(HpmlError):  # whoever uses the profile names its fault
+        for path in find_profiles(job_file, environment, chosen=chosen):
+            found = str(read_mapping(path, "site profile").get("backend", found))
+    return found if found in ("slurm", "local") else ""
 
 
 def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> str:

@@ -247,13 +247,14 @@ def test_a_name_or_job_id_of_several_runs(store: Store) -> None:
 
 @pytest.mark.parametrize("started_by", ["hpml bench", "hpml report --try"])
 def test_last_is_the_users_own_run(store: Store, started_by: str) -> None:
-    """What hpml started for itself is named by its id and its name alone."""
+    """What hpml started for itself, or Slurm refused, is named by its id and its name alone."""
     sid = "own-20240102-000000-bbbbbb"
     own = prepare(store, sid)
     write_json(own.directory / "submit.json", {**own.record(), "started_by": started_by})
-    with pytest.raises(NotFoundError, match="no runs under .* yet but those that hpml started"):
+    with pytest.raises(NotFoundError, match="no runs under .* yet but those that were refused"):
         store.resolve("last")
     users = prepare(store, "ab-20240101-000000-aaaaaa")
+    prepare(store, "no-20240103-000000-cccccc").record_refusal("no slurm.conf", now=0.0)
     assert store.resolve("last") == users
     assert store.resolve("own") == store.resolve(sid) == own
 

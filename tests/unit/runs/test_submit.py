@@ -189,7 +189,7 @@ def test_the_same_travels_to_every_backend(world: World) -> None:
 
 
 def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm where sbatch is found, else this machine; other names are refused."""
+    """By the variable, the profile, or whether there is sbatch; other names are refused."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert choose("auto") == "local"
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
@@ -197,3 +197,14 @@ def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (choose("auto"), choose("local"), choose("slurm")) == ("slurm", "local", "slurm")
     with pytest.raises(InputError, match="--backend: must be auto, slurm or local"):
         choose("pbs")
+    job_file = tmp_path / "project" / "job.yaml"
+    job_file.parent.mkdir()
+    (job_file.parent / "hpml.toml").write_text('backend = "local"\n')
+    assert (choose("auto", job_file), choose("slurm", job_file)) == ("local", "slurm")
+    assert choose("auto", job_file, "none") == "slurm"
+    for name in ("slurm", "local"):
+        monkeypatch.setenv("HPML_BACKEND", name)
+        assert (choose("auto"), choose("auto", job_file)) == (name, name)
+    monkeypatch.setenv("HPML_BACKEND", "pbs")
+    with pytest.raises(InputError, match="HPML_BACKEND: must be auto, slurm or local"):
+        choose("auto")
