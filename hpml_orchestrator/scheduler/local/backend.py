@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _KILL_WAIT_SECONDS = 30.0
-_KILL_WAIT_VARIABLE = "HPML_LOCAL_KILL_WAIT"
+_SECONDS = re.compile(r"\d+(\.\d+)?", re.ASCII)
 _CLOCK_SLACK_SECONDS = 1.0
 _LOCK_GLANCE_SECONDS = 0.2
 
@@ -39,23 +38,13 @@ class LocalScheduler:
     Args:
         home: directory of this machine's jobs, `<records>/local/<hostname>`; made on demand.
         machine: what jobs share; all of this machine when left out.
-        kill_wait_seconds: time between SIGTERM and SIGKILL; $HPML_LOCAL_KILL_WAIT or 30.
-        lock_root: a local directory of this machine that everybody may write to.
     """
 
     name = "local"
 
-    def __init__(
-        self,
-        home: Path,
-        *,
-        machine: resources.LocalMachine | None = None,
-        kill_wait_seconds: float | None = None,
-        lock_root: Path = Path("/tmp"),  # noqa: S108 - the directory below it is checked
-    ) -> None:
-        self._home = Home(home, lock_root)
+    def __init__(self, home: Path, *, machine: resources.LocalMachine | None = None) -> None:
+        self._home = Home(home)
         self._machine = machine
-        self._kill_wait_seconds = kill_wait_seconds
 
     def cluster(self) -> str:
         """Return an empty name: the record of a local job names its host instead."""
@@ -151,12 +140,8 @@ class LocalScheduler:
         with self._home.lock():
             for job in [job for job_id in job_ids for job in self._home.find(job_id)]:
                 if job.state is JobState.PENDING:
-                    now = time.time()
-                    ended = replace(
-                        job.status, state=JobState.CANCELLED, ended=now, reason="cancelled"
-                    )
                     try:
-                        job.save(ended)
+                        job.end(JobState.CANCELLED, "cancelled")
                     except RecordError as error:
                         raise SchedulerUnavailable(
                             f"cannot cancel job {job.job_id}: {error}",
@@ -200,6 +185,7 @@ class LocalScheduler:
         # Linux has no call that only reads the umask: set it and put it back. The job inherits the
         # user's, as under Slurm, not that of whichever process happens to start it.
         os.umask(umask := os.umask(0o022))
+        wait = os.environ.get("HPML_LOCAL_KILL_WAIT", "")
         indices = job.array.indices if job.array else ()
         return LocalRequest(
             name=request.name,
@@ -210,17 +196,11 @@ class LocalScheduler:
             limit=job.array.limit if job.array else None,
             needs=resources.needs_of(job, machine),
             machine=machine,
-            kill_wait_seconds=self._kill_wait(),
+            kill_wait_seconds=float(wait) if _SECONDS.fullmatch(wait) else _KILL_WAIT_SECONDS,
             umask=umask,
             after=[(dependency.job_id, dependency.end) for dependency in request.after],
             submitted=time.time(),
         )
-
-    def _kill_wait(self) -> float:
-        text = os.environ.get(_KILL_WAIT_VARIABLE, "")
-        if self._kill_wait_seconds is not None:
-            return self._kill_wait_seconds
-        return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) else _KILL_WAIT_SECONDS
 
 
 def _status(job: LocalJob) -> JobStatus:

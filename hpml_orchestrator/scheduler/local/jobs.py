@@ -228,9 +228,8 @@ class LocalJob:
                 self.save(replace(self.status, reason=reason))
 
     def end(self, state: JobState, reason: str) -> None:
-        """Record the end of a job that nobody runs; in memory only if there is no room."""
-        with contextlib.suppress(RecordError):
-            self.save(replace(self.status, state=state, ended=time.time(), reason=reason))
+        """Record the end of a job that nobody runs; raises as `save`."""
+        self.save(replace(self.status, state=state, ended=time.time(), reason=reason))
 
     def save(self, status: Status) -> None:
         """Change the state, here and on disk.
@@ -243,16 +242,10 @@ class LocalJob:
 
 
 class Home:
-    """The jobs below one directory.
+    """The jobs below one directory, which is made on demand."""
 
-    Args:
-        path: the directory; made on demand.
-        lock_root: a local directory of this machine that everybody may write to.
-    """
-
-    def __init__(self, path: Path, lock_root: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
-        self._lock_root = lock_root
         self._jobs = self.path / "jobs"
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
         self.cluster = f"local-{digest[:6]}"
@@ -298,24 +291,19 @@ class Home:
             os.close(fd)
 
     def _lock_path(self, what: str) -> Path:
-        path = self._lock_root / f"hpml-locks-{os.geteuid()}"
-        try:
+        path = Path(f"/tmp/hpml-locks-{os.geteuid()}")  # noqa: S108 - checked below
+        with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
-        except OSError as error:
-            raise SchedulerUnavailable(
-                f"cannot create {path}: {error.strerror}",
-                hint="the local backend keeps its locks there: is its directory writable?",
-            ) from error
-        # Somebody else may have made the directory first. With their permissions they could hold
-        # our locks, or point them elsewhere.
-        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-        if not private or status.st_uid != os.geteuid():
-            raise SchedulerUnavailable(
-                f"{path} does not belong to this user alone",
-                hint="the local backend keeps its locks there: remove it, or have it removed",
-            )
-        return path / f"{self._lock_name}.{what}"
+            # Somebody else may have made the directory first. With their permissions they could
+            # hold our locks, or point them elsewhere.
+            private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+            if private and status.st_uid == os.geteuid():
+                return path / f"{self._lock_name}.{what}"
+        raise SchedulerUnavailable(
+            f"{path} is not a directory of this user alone",
+            hint="the local backend keeps its locks there: remove it, or have it removed",
+        )
 
     def numbers(self) -> list[int]:
         """Return the ids of all submissions in order.
@@ -402,7 +390,9 @@ class Home:
         jobs = self.active()
         for job in jobs:
             if job.has_slots and job.supervisor is None:
-                job.end(JobState.NODE_FAIL, self._clean_up(job))
+                why = self._clean_up(job)
+                with contextlib.suppress(RecordError):
+                    job.end(JobState.NODE_FAIL, why)
         return jobs
 
     def _clean_up(self, job: LocalJob) -> str:
@@ -425,7 +415,7 @@ class Home:
             with self.opened(str(number)) as fd, contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
-                argv += [str(self.path), str(self._lock_root), str(number), str(fd)]
+                argv += [str(self.path), str(number), str(fd)]
                 with open(self._jobs / str(number) / "supervisor.log", "ab") as log:
                     child = subprocess.Popen(
                         argv,

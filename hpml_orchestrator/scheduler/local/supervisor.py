@@ -48,12 +48,12 @@ _RECORD_PATIENCE_SECONDS = 600.0
 _RECORD_PAUSE_SECONDS = 0.5
 
 
-def main(home_path: str, lock_root: str, number: str, lock: str) -> None:
+def main(home_path: str, number: str, lock: str) -> None:
     """Wait for the next task of a submission, and run it."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     os.set_inheritable(int(lock), False)
-    home = Home(Path(home_path), Path(lock_root))
+    home = Home(Path(home_path))
     run = _next(home, int(number))
     home.started(int(number), int(lock))
     if run is not None:
@@ -86,7 +86,8 @@ def _next(home: Home, number: int) -> _Run | None:
                     tasks = home.pending(number)  # some may have been cancelled
                     if reason == _NEVER_MET:
                         for job in tasks:
-                            job.end(JobState.CANCELLED, reason)
+                            with contextlib.suppress(RecordError):
+                                job.end(JobState.CANCELLED, reason)
                     if reason == _NEVER_MET or not tasks:
                         return None
                     got = reason or _allocation(tasks[0], home.settle())

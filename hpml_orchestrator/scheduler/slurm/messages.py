@@ -6,7 +6,7 @@ import re
 
 NOT_CONFIGURED = "Slurm is installed here but not configured (no slurm.conf found)"
 NOT_CONFIGURED_HINT = (
-    "on a machine without a cluster use --local (or --backend local); "
+    "on a machine without a cluster use --local, or once and for all HPML_BACKEND=local; "
     "else load Slurm's module or set SLURM_CONF"
 )
 

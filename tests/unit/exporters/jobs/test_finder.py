@@ -232,7 +232,7 @@ def test_processes_change(machine: Machine) -> None:
     assert (jobs.by_id["77"].facts.uid, jobs.by_id["77"].facts.name) == (1001, "")
 
 
-RUNS = Home(Path("/home/alice/.hpml"), Path("/tmp")).cluster  # as the local backend names it
+RUNS = Home(Path("/home/alice/.hpml")).cluster  # as the local backend names it
 
 
 def local(pid: int, cluster: str = RUNS, **more: str) -> Task:

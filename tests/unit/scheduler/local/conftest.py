@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,10 @@ class Bench:
     """A home with its scheduler."""
 
     path: Path
-    options: dict[str, Any] = field(default_factory=dict)
 
     def scheduler(self) -> LocalScheduler:
-        known: dict[str, Any] = {
-            "machine": LocalMachine((0, 1), ("GPU-a", "GPU-b"), 1024),
-            "kill_wait_seconds": PATIENCE_SECONDS,
-            "lock_root": self.path / "locks",
-        }
-        return LocalScheduler(self.path / "home", **{**known, **self.options})
+        machine = LocalMachine((0, 1), ("GPU-a", "GPU-b"), 1024)
+        return LocalScheduler(self.path / "home", machine=machine)
 
     def request(
         self,
@@ -114,9 +109,9 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A bench that leaves no process behind."""
-    (tmp_path / "locks").mkdir()
+    monkeypatch.setenv("HPML_LOCAL_KILL_WAIT", str(PATIENCE_SECONDS))
     bench = Bench(tmp_path)
     yield bench
     jobs = tmp_path / "home" / "jobs"

@@ -213,9 +213,16 @@ def test_jobs_wait_for_the_end_of_others(bench: Bench) -> None:
     [("'echo saved; exit 0'", PATIENCE_SECONDS, 0, "saved"), ("''", 0.3, 9, "")],
     ids=["listens", "ignores"],
 )
-def test_time_limit(bench: Bench, trap: str, kill_wait: float, number: int, last: str) -> None:
+def test_time_limit(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    trap: str,
+    kill_wait: float,
+    number: int,
+    last: str,
+) -> None:
     """A trap of SIGTERM runs to its end; who ignores it is killed; the state is TIMEOUT."""
-    bench.options["kill_wait_seconds"] = kill_wait
+    monkeypatch.setenv("HPML_LOCAL_KILL_WAIT", str(kill_wait))
     status = bench.run(f"trap {trap} TERM\nwhile :; do sleep .05; done", time="0:01")
     assert (status.state, status.exit_code, status.signal) == (JobState.TIMEOUT, 0, number)
     assert "DUE TO TIME LIMIT ***" in bench.output()
@@ -245,7 +252,7 @@ def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
         f"p, d = Path({str(bench.path)!r}), Path({str(inner.directory)!r})\n"
         "from hpml_orchestrator.scheduler.local.resources import LocalMachine\n"
         "m = LocalMachine((0, 1), (), 0)\n"
-        "s = LocalScheduler(p / 'home', machine=m, lock_root=p / 'locks')\n"
+        "s = LocalScheduler(p / 'home', machine=m)\n"
         "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', job_environment(os.environ, 'all')))\n"
     )
     status = bench.run(f"srun {sys.executable} {code}")
@@ -460,7 +467,7 @@ def test_a_refusal_leaves_no_job(bench: Bench) -> None:
     assert not (request.directory / "sbatch.out").exists()
     assert bench.scheduler().find(request.directory, name="", since=0) == []
     with pytest.raises(SchedulerError, match="colon"):
-        LocalScheduler(bench.path / "a:b", lock_root=bench.path / "locks").submit(request)
+        LocalScheduler(bench.path / "a:b").submit(request)
     (request.directory / "job.sh").unlink()
     with pytest.raises(SchedulerError, match=r"job\.sh"):
         bench.scheduler().submit(request)
