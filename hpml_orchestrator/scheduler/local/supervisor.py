@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
+from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.local.jobs import Home, Status
 from hpml_orchestrator.scheduler.local.processes import descendants, kill_until_gone, send
-from hpml_orchestrator.scheduler.local.resources import slurm_variables
+from hpml_orchestrator.scheduler.local.resources import short_hostname
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class _Run:
         pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
         environment = {name: value for name, _, value in pairs}
         environment.setdefault("TMPDIR", tempfile.gettempdir())
-        environment |= slurm_variables(self.job, self.home.cluster)
+        environment |= _variables(self.job, self.home.cluster)
         environment["PATH"] = f"{directory / 'bin'}:{environment.get('PATH', os.defpath)}"
         environment["HPML_LOCAL_STEPS"] = str(steps)
         environment["HPML_LOCAL_SUPERVISOR_PID"] = str(supervisor := os.getpid())
@@ -329,3 +330,45 @@ class _Run:
                 late = time.monotonic() > until
                 if late or signal.sigtimedwait({signal.SIGTERM}, _RECORD_PAUSE_SECONDS):
                     sys.exit(f"the end of job {self.job.job_id} ({state}) is not recorded: {error}")
+
+
+def _variables(job: LocalJob, cluster: str) -> dict[str, str]:
+    """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
+    request, needs, status = job.request, job.request.needs, job.status
+    started = int(status.started or 0)
+    host = short_hostname()
+    values: dict[str, object] = {
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job.number),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), 1),
+        **dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURMD_NODENAME"), host),
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), 0),
+        **dict.fromkeys(("SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"), len(status.cpus)),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), needs.tasks),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"), needs.tasks),
+        "SLURM_CPUS_PER_TASK": needs.cpus_per_task,
+        "SLURM_MEM_PER_NODE": needs.memory_mb,
+        "SLURM_JOB_NAME": request.name,
+        "SLURM_CLUSTER_NAME": cluster,
+        "SLURM_SUBMIT_DIR": request.directory,
+        "SLURM_SUBMIT_HOST": request.host,
+        "SLURM_JOB_PARTITION": "local",
+        "SLURM_JOB_UID": os.getuid(),
+        "SLURM_JOB_GID": os.getgid(),
+        "SLURM_JOB_USER": user_name(os.getuid()),
+        "SLURM_JOB_START_TIME": started,
+        "SLURM_JOB_END_TIME": started + needs.seconds,
+        "SLURM_RESTART_COUNT": status.restarts or None,
+    }
+    if gpus := status.gpus:
+        values |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), len(gpus))
+        values |= dict.fromkeys(("SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES"), ",".join(gpus))
+    if indices := request.indices:
+        values |= {
+            "SLURM_ARRAY_JOB_ID": job.directory.name,
+            "SLURM_ARRAY_TASK_ID": job.index,
+            "SLURM_ARRAY_TASK_COUNT": len(indices),
+            "SLURM_ARRAY_TASK_MIN": indices[0],
+            "SLURM_ARRAY_TASK_MAX": indices[-1],
+            "SLURM_ARRAY_TASK_STEP": indices[1] - indices[0] if len(indices) > 1 else 1,
+        }
+    return {name: str(value) for name, value in values.items() if value is not None}
