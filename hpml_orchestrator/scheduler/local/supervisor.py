@@ -111,8 +111,8 @@ def _obstacle(home: Home, job: LocalJob) -> str:
         return _NEVER_MET
     if None in met:
         return "Dependency"
-    running = sum(task.has_slots for task in home.jobs_of(job.submission))
-    if request.limit and running >= request.limit:
+    tasks = home.jobs_of(job.submission) if request.limit else []
+    if request.limit and sum(task.has_slots for task in tasks) >= request.limit:
         return f"Priority: the array runs {counted(request.limit, 'task')} at once"
     return ""
 
