@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 def kill_agent_for_good(pid: int) -> None:
     """Kill the shell that would start an agent again, and the agent."""
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    for one in (parent, pid):
-        os.kill(one, signal.SIGKILL)
+    os.kill(parent, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # its step has ended with that shell
+        os.kill(pid, signal.SIGKILL)
 
 
 class Desk:

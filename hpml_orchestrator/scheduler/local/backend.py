@@ -19,7 +19,7 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.node_job import NodeJob
 from hpml_orchestrator.scheduler.local import resources
-from hpml_orchestrator.scheduler.local.jobs import Home, LocalJob, LocalRequest
+from hpml_orchestrator.scheduler.local.jobs import BEHIND, Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import Identity, send
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
 
@@ -205,11 +205,14 @@ class LocalScheduler:
 
 def _status(job: LocalJob) -> JobStatus:
     status = job.status
+    no_reason = BEHIND if job.position else "None"  # of an array one task at a time is looked at
+    if job.state is not JobState.PENDING:
+        no_reason = ""
     return JobStatus(
         job_id=job.job_id,
         state=status.state,
         raw_state=status.state.value,
-        reason=status.reason or ("Priority" if job.state is JobState.PENDING else ""),
+        reason=status.reason or no_reason,
         exit_code=status.exit_code,
         signal=status.signal,
         nodes=job.request.host if status.started is not None else "",

@@ -61,6 +61,7 @@ _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
 _KILL_PATIENCE_SECONDS = 5.0
 _NEXT = "next"
+BEHIND = "Priority: an earlier job waits for room"
 _SRUN = Path(__file__).with_name("srun.py")
 
 _SCONTROL = """\
@@ -107,6 +108,9 @@ class Status:
         known = _fields(Status, read_json(path))
         supervisor = Owner.parse(known.pop("supervisor", None) or {})
         return Status(JobState(known.pop("state")), supervisor=supervisor, **known)
+
+
+_PENDING = Status()
 
 
 @dataclass(frozen=True)
@@ -345,9 +349,10 @@ class Home:
 
     def _status(self, directory: Path, position: int, names: Collection[str]) -> Status:
         """Return a task's state: pending without a file, read once if it is over."""
-        path = directory / f"{position}.json"
-        if path.name not in names:
-            return Status()
+        name = f"{position}.json"
+        if name not in names:
+            return _PENDING
+        path = directory / name
         if path not in self._ends:
             status = Status.read(path)
             if not status.state.over:

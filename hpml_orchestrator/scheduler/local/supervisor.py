@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.run import user_name
-from hpml_orchestrator.scheduler.local.jobs import Home, Status
+from hpml_orchestrator.scheduler.local.jobs import BEHIND, Home, Status
 from hpml_orchestrator.scheduler.local.processes import descendants, kill_until_gone, send
 from hpml_orchestrator.scheduler.local.resources import short_hostname
 from hpml_orchestrator.scheduler.model import JobState
@@ -80,8 +80,7 @@ def _next(home: Home, number: int) -> _Run | None:
             else:
                 os.utime(line)  # cleaners of /tmp go by age
                 fcntl.lockf(line, fcntl.LOCK_EX, 1, number)
-                fcntl.lockf(line, fcntl.LOCK_SH, number, 0)  # until nobody is before it
-                fcntl.lockf(line, fcntl.LOCK_UN, number, 0)
+                reason = "" if _nobody_before(line, number, fcntl.LOCK_NB) else BEHIND
             if not reason or reason != tasks[0].status.reason:
                 with home.lock(_NEVER):
                     tasks = home.pending(number)  # some may have been cancelled
@@ -99,8 +98,21 @@ def _next(home: Home, number: int) -> _Run | None:
                         tasks[0].claim(*got)
                         return _Run(home, tasks[0])
                     tasks[0].wait_for(got)
-            time.sleep(_LOOK_SECONDS)
+            if reason == BEHIND:
+                _nobody_before(line, number)
+            else:
+                time.sleep(_LOOK_SECONDS)
     return None
+
+
+def _nobody_before(line: int, number: int, how: int = 0) -> bool:
+    """Wait until nobody is before a job in the line, or return whether that is so."""
+    try:
+        fcntl.lockf(line, fcntl.LOCK_SH | how, number, 0)
+    except (BlockingIOError, PermissionError):
+        return False
+    fcntl.lockf(line, fcntl.LOCK_UN, number, 0)
+    return True
 
 
 def _obstacle(home: Home, job: LocalJob) -> str:

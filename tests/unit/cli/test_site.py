@@ -93,6 +93,10 @@ def test_site_chooses_another_profile_or_none(shell: Shell, hpml: Hpml, project:
     local = hpml("render", job, "--local")
     assert "--partition" not in local.out
     assert f"uses no site profile or templates of yours ({project})" in local.err
+    project.write_text('backend = "local"\n[defaults.resources]\npartition = "gpu"\n')
+    local = hpml("render", job)
+    assert ("--partition" in local.out, "uses no site profile" in local.err) == (False, False)
+    project.write_text('[defaults.resources]\npartition = "gpu"\n')
     assert "WHERE" in hpml("--site", str(other), "render", job, "--local").out
     shell.variables["HPML_SITE"] = "none"
     assert "--partition" not in hpml("render", job, *SLURM).out

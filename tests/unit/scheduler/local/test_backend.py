@@ -151,7 +151,7 @@ def test_jobs_take_turns_in_order(bench: Bench) -> None:
     waiting = [bench.submit(body, directory="s2", ranks_per_node=2)]
     bench.waits(waiting[0], "Resources: 2 CPUs wanted, 1 of 2 free (running: 1)")
     waiting.append(bench.submit(body, directory="s1"))
-    bench.waits(waiting[1], "Priority")
+    bench.waits(waiting[1], "Priority: an earlier job waits for room")
     (bench.path / "sub" / "gate").write_text("go\n")
     # no question is asked until the last has run: supervisors alone drive the queue
     eventually(lambda: "-3" in bench.file("order", "."))
