@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import resource
 import shutil
 import signal
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -323,20 +326,14 @@ def test_a_dead_supervisor_is_a_node_failure(bench: Bench) -> None:
     assert not bench.processes()
 
 
-def waiting_supervisor(bench: Bench, job_id: str) -> Identity:
-    """Return the supervisor that waits for the next task of a submission."""
-    found: list[Identity] = []
-
-    def there() -> bool:
-        found[:] = [
-            who
-            for who in marked([f"HPML_LOCAL_SUPERVISOR={job_id}"])
-            if str(bench.path) in Path(f"/proc/{who.pid}/cmdline").read_text()
-        ]
-        return len(found) == 1
-
-    eventually(there)
-    return found[0]
+def supervisors(bench: Bench, job_id: str) -> list[Identity]:
+    """Return the processes that wait for a submission's next task or run one."""
+    found = []
+    for who in marked([f"HPML_LOCAL_SUPERVISOR={job_id}"]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            if str(bench.path) in Path(f"/proc/{who.pid}/cmdline").read_text():
+                found.append(who)
+    return found
 
 
 @pytest.mark.parametrize("tasks", ["", "0-1"])
@@ -347,13 +344,41 @@ def test_a_killed_supervisor_that_waits_is_replaced(bench: Bench, tasks: str) ->
     request = bench.request("echo ran", directory="next", array=tasks)
     job_id = bench.scheduler().submit(request)
     bench.waits(job_id, "Resources: 1 CPUs wanted, 0 of 2 free (running: 1)")
-    assert send(waiting_supervisor(bench, job_id), signal.SIGKILL)
+    (waiting,) = supervisors(bench, job_id)
+    assert send(waiting, signal.SIGKILL)
     later = bench.submit("", directory="later")
     (bench.path / "go").touch()
     assert bench.over(later).state is JobState.COMPLETED
     assert bench.over(job_id).state is JobState.COMPLETED
     outputs = [request.task_output(n) for n in (0, 1)] if tasks else [request.output]
     assert [path.read_text() for path in outputs] == ["ran\n"] * len(outputs)
+
+
+def test_supervisors_that_are_killed_all_the_time(bench: Bench) -> None:
+    """Every task ends, none starts twice, no CPU is shared, and no process is left."""
+    note = 'echo $SLURM_JOB_ID $(taskset -cp $$ | sed "s/.*: //; s/-/,/") $(date +%s%N) >> ../'
+    body = f"{note}began; (setsid sleep 600 &); sleep .2; {note}ended"
+    job_ids = [
+        bench.submit(body, directory=f"d{number}", ranks_per_node=ranks, array=tasks)
+        for number, (ranks, tasks) in enumerate([(1, ""), (2, ""), (1, "0-3"), (1, "0-2%1")])
+    ]
+    kills, chance = 0, random.Random(7)
+    while not all(status.state.over for status in bench.scheduler().query(job_ids).values()):
+        found = [pid for job_id in job_ids for pid in supervisors(bench, job_id)]
+        if found and kills < 5:
+            kills += send(chance.choice(found), signal.SIGKILL)
+        time.sleep(0.1)
+    began = [line.split() for line in bench.file("began", ".").splitlines()]
+    ends = [line.split() for line in bench.file("ended", ".").splitlines()]
+    ended = {number: int(moment) for number, _, moment in ends}
+    assert len({number for number, *_ in began}) == len(began)
+    busy: dict[str, int] = {}
+    for number, cpus, start in sorted(began, key=lambda one: int(one[2])):
+        for cpu in cpus.split(","):
+            assert busy.get(cpu, 0) < int(start)
+            busy[cpu] = ended.get(number, 0)
+    eventually(lambda: not bench.processes())
+    assert kills
 
 
 def test_a_reboot_is_a_node_failure(bench: Bench) -> None:
