@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from hpml_exporters.core import selfmetrics
 from hpml_exporters.core.metric import MetricSpec
-from hpml_exporters.gpu import metrics as gpu
+from hpml_exporters.gpu import figures as gpu
 from hpml_exporters.jobs import metrics as jobs
 from hpml_exporters.node import disks, health, infiniband, lustre, nfs, shm
 from hpml_exporters.slurm import metrics as slurm

@@ -183,6 +183,47 @@ def test_activity_that_is_not_a_number_is_not_shown(
     assert not running.sample(ahead=2).all(name)
 
 
+@pytest.mark.parametrize(
+    ("setting", "impossible", "names"),
+    [
+        ("util", 250, ("utilization_ratio",)),
+        ("util", 4294967295, ("utilization_ratio",)),
+        ("temp", 4294967295, ("temperature_celsius",)),
+        ("mem_temp", 65535, ("memory_temperature_celsius",)),
+        ("power", 4000000, ("power_watts",)),
+        ("clock_sm", 4294967295, ("clock_hertz",)),
+        ("gpm_sm", 40000, ("sm_active_ratio",)),
+        ("ecc_vol_unc", 4294967295, ("ecc_errors_total",)),
+        ("pcie_replay", 4294967295, ("pcie_replays_total",)),
+        ("nvlink_state", 255, ("nvlink_links_active",)),
+    ],
+)
+def test_what_no_gpu_can_do_is_unknown(
+    gpu_collector: Start,
+    gpusim_library: Simulator,
+    setting: str,
+    impossible: float,
+    names: tuple[str, ...],
+) -> None:
+    """Neither shown nor added to a total, for that reading only: the next one is shown again."""
+    state = State(gpus=(ALL,), faults=(Fault("field:83", 3), Fault("nvmlDeviceGetTotalE*", 3)))
+    running = gpu_collector(state, options={"gpu_interval": 300.0})  # every figure at each reading
+    running.sample()
+    before = running.sample(ahead=10)
+    gpusim_library.write(state.changed(0, **{setting: impossible}), running.path)
+    seen = running.sample(ahead=20)
+    gpusim_library.write(state, running.path)
+    running.sample(ahead=29)  # GPM compares with the sample before
+    after = running.sample(ahead=30)
+    for name in names:
+        whole = before.all(f"hpml_gpu_{name}")
+        assert len(seen.all(f"hpml_gpu_{name}")) == len(whole) - 1, "the other series stay"
+        assert sorted(after.all(f"hpml_gpu_{name}"), key=str) == sorted(whole, key=str)
+    for name, rate in (("energy_joules_total", 333), ("busy_seconds_total", 0.4)):
+        grown = after.one(f"hpml_gpu_{name}") - before.one(f"hpml_gpu_{name}")
+        assert grown <= rate * (20 + after.ended - before.began)
+
+
 @pytest.mark.parametrize("code", [3, 4, 15, 999])
 def test_processes_that_cannot_be_read_are_not_zero(
     gpu_collector: Start, gpusim_library: Simulator, code: int

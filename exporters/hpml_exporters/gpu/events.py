@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from prometheus_client.core import Metric
 
 from hpml_exporters.gpu.devices import GpuDevice
-from hpml_exporters.gpu.metrics import XID_ERRORS, XID_LAST
+from hpml_exporters.gpu.figures import XID_ERRORS, XID_LAST
 from hpml_exporters.gpu.nvml import SUCCESS, Nvml
 
 _XID = 8  # nvmlEventTypeXidCriticalError

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec, Row
-from hpml_exporters.gpu import metrics as gpu
+from hpml_exporters.gpu import figures as gpu
 from hpml_exporters.gpu.devices import GpuDevice, pci_address
 from hpml_exporters.gpu.nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
 from hpml_exporters.jobs.board import JobFacts, Jobs
@@ -18,14 +18,6 @@ Processes = Mapping[str, Mapping[int, int | None] | None]
 """Bytes of GPU memory by process id (None: unknown), by UUID of the GPU or instance; None for one
 whose list cannot be read."""
 
-_JOB_SPECS = (
-    gpu.JOB_GPU_INFO,
-    gpu.JOB_GPUS_ALLOCATED,
-    gpu.JOB_GPUS_USED,
-    gpu.JOB_GPUS_FOREIGN,
-    gpu.JOB_GPU_PROCESSES,
-    gpu.JOB_GPU_MEMORY_USED,
-)
 _KINDS = ("Compute", "MPSCompute", "Graphics")
 _TRIES = 4
 
@@ -153,7 +145,7 @@ def job_families(
     # A GPU whose process list cannot be read is not idle. Counts that depend on it are left out: a
     # 0 would accuse the job of waste.
     unread = {uuid for uuid in leaves if processes.get(uuid) is None}
-    rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _JOB_SPECS}
+    rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in gpu.OF_JOBS}
     for jobid, job in facts.items():
         where = cluster, jobid
         own, mine = set(allocated[jobid]), used[jobid]

@@ -1,4 +1,4 @@
-"""Questions to the driver: each is one call that answers several rows of the table.
+"""Questions to the driver: each is one call that answers several rows.
 
 Arguments are made once; nothing is copied or looked up at a reading.
 """
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from hpml_exporters.gpu.devices import GpuDevice
+from hpml_exporters.gpu.figures import Field, GpmMetric, GpuSeries, NvmlCall
 from hpml_exporters.gpu.gpm import Gpm
-from hpml_exporters.gpu.nvml import NO_DATA, NOT_SUPPORTED, SUCCESS, UNSUPPORTED, Code, Nvml, check
-from hpml_exporters.gpu.table import Field, GpmMetric, GpuSeries, NvmlCall
+from hpml_exporters.gpu.nvml import NOT_SUPPORTED, SUCCESS, UNSUPPORTED, Code, Nvml, check
 
-Answer = tuple[Code, float | None]
-"""NVML's code, and the value in our unit; None if it is unknown this time."""
+Number = float | None
+"""A value in our unit; None if it is unknown this time."""
 
 _SIZE = 40  # sizeof(nvmlFieldValue_t)
 _TYPES: tuple[Callable[[int], float], ...] = (
@@ -36,12 +36,14 @@ class Question(Protocol):
 
     Attributes:
         rows: what it answers.
+        codes: NVML's code for each row, of the last call.
     """
 
     rows: Sequence[GpuSeries]
+    codes: Sequence[Code]
 
-    def ask(self) -> Sequence[Answer]:
-        """Return an answer for each row.
+    def ask(self) -> Sequence[Number] | None:
+        """Return a number for each row; None if a later call will have the first ones.
 
         Raises:
             GpuLostError: the GPU does not answer.
@@ -57,7 +59,7 @@ def questions(
     Args:
         nvml: the library.
         device: the GPU or instance.
-        rows: of the table.
+        rows: of `figures.series_on`.
         gpm: of this device; None: it has none.
     """
     fields = [row for row in rows if isinstance(row.source, Field)]
@@ -79,8 +81,11 @@ class _Call:
 
     def __init__(self, nvml: Nvml, handle: int, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
-        self._sources = [row.source for row in rows if isinstance(row.source, NvmlCall)]
-        first = self._sources[0]
+        self.codes: Sequence[Code] = ()
+        sources = [row.source for row in rows if isinstance(row.source, NvmlCall)]
+        first = sources[0]
+        self._picks = [(source.convert, source.pick) for source in sources]
+        self._unknown = [None] * len(rows)
         self._answer = first.layout()
         if first.version:
             self._answer[0] = ctypes.sizeof(self._answer) | (first.version << 24)
@@ -92,12 +97,14 @@ class _Call:
             *(ctypes.byref(self._answer), *others),
         )
 
-    def ask(self) -> Sequence[Answer]:
+    def ask(self) -> Sequence[Number]:
         code = self._function(*self._arguments)
-        if not check(code):
-            return [(code, None)] * len(self.rows)
+        self.codes = (code,) * len(self.rows)
+        if code != SUCCESS:
+            check(code)
+            return self._unknown
         answer = self._answer
-        return [(code, source.convert(answer[source.pick])) for source in self._sources]
+        return [convert(answer[pick]) for convert, pick in self._picks]
 
 
 class _FieldValues:
@@ -105,6 +112,7 @@ class _FieldValues:
 
     def __init__(self, nvml: Nvml, handle: int, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
+        self.codes: Sequence[Code] = ()
         self._sources = [row.source for row in rows if isinstance(row.source, Field)]
         pairs = [(each.number, scope) for each in self._sources for scope in each.scopes]
         # One entry more than asked for: drivers write past the end when asked for NVLink counters
@@ -116,26 +124,32 @@ class _FieldValues:
         self._function = nvml.call("nvmlDeviceGetFieldValues")
         self._arguments = (ctypes.c_void_p(handle), ctypes.c_int(len(pairs)), self._buffer)
 
-    def ask(self) -> Sequence[Answer]:
+    def ask(self) -> Sequence[Number]:
         code = self._function(*self._arguments)
         if not check(code):
-            return [(code, None)] * len(self.rows)
+            self.codes = (code,) * len(self.rows)
+            return [None] * len(self.rows)
         flat = self._layout.unpack_from(self._buffer)
         parts = zip(flat[::3], flat[1::3], flat[2::3], strict=True)  # type, code, value
-        answers: list[Answer] = []
+        codes: list[Code] = []
+        numbers: list[Number] = []
         for source in self._sources:
-            known = [next(parts) for _ in source.scopes]
-            good = [_TYPES[kind](raw) for kind, code, raw in known if code == SUCCESS]
-            # A link that the GPU does not have is left out. One that has no data now makes the sum
-            # unknown: without it the sum would be too low.
-            silent = [code for _, code, _ in known if code not in (SUCCESS, *UNSUPPORTED)]
-            if silent or not good:
-                answers.append(((*silent, known[0][1])[0], None))
-            else:
-                numbers = [source.convert(number) for number in good]
-                total = sum(number for number in numbers if number is not None)
-                answers.append((SUCCESS, None if None in numbers else total))
-        return answers
+            code, number = self._sum(source, [next(parts) for _ in source.scopes])
+            codes.append(code)
+            numbers.append(number)
+        self.codes = codes
+        return numbers
+
+    def _sum(self, source: Field, known: Sequence[tuple[int, Code, int]]) -> tuple[Code, Number]:
+        good = [_TYPES[kind](raw) for kind, code, raw in known if code == SUCCESS]
+        # A link that the GPU does not have is left out. One that has no data now makes the sum
+        # unknown: without it the sum would be too low.
+        silent = [code for _, code, _ in known if code not in (SUCCESS, *UNSUPPORTED)]
+        if silent or not good:
+            return (*silent, known[0][1])[0], None
+        converted = [source.convert(number) for number in good]
+        total = sum(number for number in converted if number is not None)
+        return SUCCESS, None if None in converted else total
 
 
 class _GpmMetrics:
@@ -143,24 +157,24 @@ class _GpmMetrics:
 
     def __init__(self, gpm: Gpm | None, rows: Sequence[GpuSeries]) -> None:
         self.rows = rows
-        self._sources = [row.source for row in rows if isinstance(row.source, GpmMetric)]
+        self.codes: Sequence[Code] = (NOT_SUPPORTED,) * len(rows)
+        self._converts = [row.source.convert for row in rows]
         self._gpm = gpm
         if gpm is not None:
-            gpm.choose([source.number for source in self._sources])
+            numbers = [row.source.number for row in rows if isinstance(row.source, GpmMetric)]
+            gpm.choose(numbers)
 
-    def ask(self) -> Sequence[Answer]:
+    def ask(self) -> Sequence[Number] | None:
         if self._gpm is None:
-            return [(NOT_SUPPORTED, None)] * len(self.rows)
-        code, numbers = self._gpm.read()
-        check(code)
-        if not numbers:
-            return [(code, None)] * len(self.rows)
-        answers: list[Answer] = []
-        for source, (result, number) in zip(self._sources, numbers, strict=True):
-            if result != SUCCESS:
-                answers.append((result, None))
-            elif number >= 0:
-                answers.append((SUCCESS, source.convert(number)))
-            else:  # NaN and negative numbers have been seen when a GPU wakes up
-                answers.append((NO_DATA, None))
-        return answers
+            return [None] * len(self.rows)
+        code, results = self._gpm.read()
+        if not results:
+            check(code)
+            self.codes = (code,) * len(self.rows)
+            return None if code == SUCCESS else [None] * len(self.rows)
+        self.codes = [result for result, _ in results]
+        # NaN and negative numbers have been seen when a GPU wakes up: they convert to None.
+        return [
+            convert(number) if result == SUCCESS else None
+            for convert, (result, number) in zip(self._converts, results, strict=True)
+        ]

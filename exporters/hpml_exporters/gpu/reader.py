@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpml_exporters.gpu.devices import GpuDevice
+from hpml_exporters.gpu.figures import GpmMetric, GpuSeries, Series, series_on
 from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
 from hpml_exporters.gpu.questions import Question, questions
-from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, GpuSeries, Series
+
+_OF_GPU, _OF_INSTANCE = series_on("gpu"), series_on("instance")
 
 # A driver call that stalls for a minute must not look like an idle GPU, while nobody knows what a
 # GPU did during an hour without readings.
@@ -75,14 +77,14 @@ class History:
 
     def note(self, row: GpuSeries, number: float, now: float) -> None:
         """Store the answer of a source."""
-        series = row.series
+        series = row.key
         if series not in self.chosen:
             self.chosen[series] = row
-        if row.total:
+        if row.source.total:
             total = self.totals.get(series)
             if total is None:
                 total = self.totals[series] = _Total()
-            if row.total == "rate":
+            if row.source.total == "rate":
                 number = total.integrate(number, now, self.gap)
             else:
                 number = total.unwrap(number)
@@ -111,14 +113,13 @@ class Reader:
         self._gpm: Gpm | None = Gpm(nvml, device)
         if not self._gpm.open():
             self._gpm = None
-        rows = INSTANCE if device.parent else GPU
+        rows = _OF_INSTANCE if device.parent else _OF_GPU
         codes: dict[int, int] = {}
         # Probe every source once. What this GPU does not support is never asked again.
         for question in questions(nvml, device, rows, self._gpm):
-            answers = question.ask()
-            if self._gpm is not None and isinstance(question.rows[0].source, GpmMetric):
-                answers = question.ask()  # the first has nothing to compare with
-            for row, (code, _) in zip(question.rows, answers, strict=True):
+            if question.ask() is None:
+                question.ask()  # the first sample had nothing to compare with
+            for row, code in zip(question.rows, question.codes, strict=True):
                 # Two samples this close together leave some metrics undetermined for now.
                 early = isinstance(row.source, GpmMetric) and code not in UNSUPPORTED
                 codes[id(row)] = SUCCESS if early else code
@@ -127,10 +128,10 @@ class Reader:
         # reading has to ask all of them.
         phase = zlib.crc32(device.uuid.encode())
         self._plan: list[tuple[int, int, Question]] = []
-        for period in sorted({row.period for row in wanted}):
+        for period in sorted({row.figure.period for row in wanted}):
             # What is wanted every second is wanted at each reading.
             every = max(1, round(period / history.interval)) if period > 1 else 1
-            same = [row for row in wanted if row.period == period]
+            same = [row for row in wanted if row.figure.period == period]
             for index, question in enumerate(questions(nvml, device, same, self._gpm)):
                 self._plan.append((every, (index + phase) % every, question))
 
@@ -151,14 +152,14 @@ class Reader:
             if (self._tick + offset) % every and self._tick:
                 continue
             asked = True
-            for row, (code, number) in zip(question.rows, question.ask(), strict=True):
-                answered = answered or code == SUCCESS
-                if number is not None:
+            numbers = question.ask()
+            answered = answered or SUCCESS in question.codes
+            # GPM's first sample succeeds without a value: the earlier ones stay.
+            for row, number in zip(question.rows, numbers or (), strict=numbers is not None):
+                if number is None:  # what cannot be read now is absent, never stale
+                    history.values.pop(row.key, None)
+                else:
                     history.note(row, number, now)
-                # What cannot be read now is absent, never stale. GPM is different: its first sample
-                # succeeds without a value.
-                elif code != SUCCESS or not isinstance(row.source, GpmMetric):
-                    history.values.pop(row.series, None)
         self._tick += 1
         if asked:
             self.up = answered
@@ -175,8 +176,8 @@ class Reader:
         best: dict[Series, GpuSeries] = {}
         for row in rows:
             code = codes[id(row)]
-            before = best.get(row.series)
+            before = best.get(row.key)
             better = before is None or codes[id(before)] != SUCCESS
             if (code == SUCCESS and better) or (code not in UNSUPPORTED and before is None):
-                best[row.series] = row
+                best[row.key] = row
         return list({**best, **self.history.chosen}.values())
