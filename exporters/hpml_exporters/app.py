@@ -20,7 +20,8 @@ from prometheus_client.exposition import choose_encoder
 
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.collector import Collector
-from hpml_exporters.core.sampler import CollectorSource, Sampler
+from hpml_exporters.core.metric import Family
+from hpml_exporters.core.sampler import CollectorSource, Sampler, Samples
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_orchestrator.errors import InputError, RecordError
@@ -61,11 +62,15 @@ class ExporterPages:
         self._sampler = sampler
         self._registry = CollectorRegistry()
         self._registry.register(sampler)
-        ProcessCollector(registry=self._registry)
+        self._others = CollectorRegistry()
+        self._texts: dict[bool, tuple[Samples, str]] = {}
+        for registry in (self._registry, self._others):
+            ProcessCollector(registry=registry)
 
     def count(self, server: Counters) -> None:
         """Show the web server's counters as well."""
-        self._registry.register(_ServerCollector(server))
+        for registry in (self._registry, self._others):
+            registry.register(_ServerCollector(server))
 
     def metrics(self, accept: str, names: Sequence[str] = (), *, gzip: bool) -> tuple[bytes, str]:
         """Return the body of /metrics and its content type.
@@ -79,9 +84,22 @@ class ExporterPages:
             encode, content_type = choose_encoder(accept)
         except TypeError:  # the version that the client wants is not a number
             encode, content_type = choose_encoder("")
-        registry = self._registry.restricted_registry(names) if names else self._registry
-        body = encode(registry)
+        if names:
+            body = encode(self._registry.restricted_registry(names))
+        else:
+            openmetrics = content_type.startswith("application/openmetrics-text")
+            # What is left is little: prometheus_client's own families and the server's.
+            body = self._text(openmetrics=openmetrics).encode() + encode(self._others)
         return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
+
+    def _text(self, *, openmetrics: bool) -> str:
+        snapshot = self._sampler.snapshot()
+        shown, text = self._texts.get(openmetrics, (None, ""))
+        if shown is not snapshot:
+            families = (one for one in snapshot.families if isinstance(one, Family) and len(one))
+            text = "".join(one.text(openmetrics=openmetrics) for one in families)
+            self._texts[openmetrics] = snapshot, text
+        return text
 
     def health(self) -> tuple[bool, str]:
         """Return whether no reading is stuck, and in words what is stuck or failed."""

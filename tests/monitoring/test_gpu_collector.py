@@ -172,7 +172,7 @@ def test_throttled_time_has_one_reason_at_a_time(gpu_collector: Start) -> None:
         "power": {"throttle_sw_power": 1, "throttle_idle": 1},
     }
     gpus = [a100(index, "", **settings) for index, settings in enumerate(cases.values())]
-    running = gpu_collector(State(gpus=tuple(gpus)))
+    running = gpu_collector(State(gpus=tuple(gpus)), options={"gpu_interval": 10.0})
     running.sample()
     seen = running.sample(ahead=10)
     for gpu, reason in zip(gpus, cases, strict=True):

@@ -17,7 +17,7 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError, StaleError
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.metric import Family, MetricSpec, series_count
 from hpml_exporters.core.selfmetrics import CollectorState, Outcome, self_families
 
 _LOG = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class Sampler:
 
     def collect(self) -> Iterable[Metric]:
         """Return the families of all collectors, with the collectors' own health."""
-        return [family for family in self.snapshot().families if family.samples]
+        return [family for family in self.snapshot().families if series_count(family)]
 
     def describe(self) -> Iterable[Metric]:
         """Return all families that may ever be shown, without series."""
@@ -383,14 +383,10 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
         by_name.setdefault(family.name, []).append(family)
     # Prometheus refuses a family that occurs twice.
     for first, *more in by_name.values():
-        if more:
-            known = {tuple(one.labels.items()): one for one in first.samples}
-            for one in (sample for other in more for sample in other.samples):
-                known.setdefault(tuple(one.labels.items()), one)
-            merged = Metric(first.name, first.documentation, first.type, first.unit)
-            merged.samples = list(known.values())
-            first = merged  # noqa: PLW2901 - the reading itself must not change
-        yield first
+        if more and isinstance(first, Family):
+            yield first.joined(one for one in more if isinstance(one, Family))
+        else:
+            yield first
 
 
 def next_due(origin: float, interval: float, now: float) -> float:

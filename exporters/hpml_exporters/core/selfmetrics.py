@@ -9,7 +9,7 @@ from typing import Literal
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import MetricSpec, MetricType, families
+from hpml_exporters.core.metric import MetricSpec, MetricType, families, series_count
 from hpml_orchestrator import __version__
 
 Outcome = Literal["new", "good", "absent", "failed"]
@@ -139,7 +139,7 @@ def self_families(states: Iterable[tuple[str, CollectorState]]) -> list[Metric]:
             _LAST_SUCCESS: [(name, one.last_success) for name, one in known if one.last_success],
             _ERRORS: [(name, one.errors) for name, one in known],
             _STUCK: [(name, one.stuck_readings) for name, one in known],
-            _SERIES: [(name, sum(len(f.samples) for f in one.families)) for name, one in known],
+            _SERIES: [(name, sum(map(series_count, one.families))) for name, one in known],
             _BUILD: [((__version__, platform.python_version()), 1)],
         }
     )

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class GpuDevice:
         """What must not change for cached handles to stay valid."""
         return (self.uuid, self.mig, self.handle, self.instance)
 
-    @property
+    @cached_property
     def info(self) -> tuple[str, ...]:
         """Values of the labels of hpml_gpu_info."""
         numbers = [str(n) if n >= 0 else "" for n in (self.index, self.minor, self.instance)]
@@ -67,6 +68,10 @@ class GpuDevice:
             *(self.uuid, numbers[0], self.name, self.pci, numbers[1]),
             *(self.serial, self.mig, self.parent, numbers[2]),
         )
+
+
+KnownGpu = tuple["PhysicalDevice", GpuDevice]
+"""A GPU as nvitop's object and as ours."""
 
 
 def pci_address(text: str) -> str:
@@ -103,7 +108,7 @@ def gpus_on_bus(sys: str) -> list[str]:
 
 
 def discover(
-    nvml: Nvml, known: dict[int, PhysicalDevice], sys: str
+    nvml: Nvml, known: dict[int, KnownGpu], sys: str
 ) -> tuple[Sequence[GpuDevice], list[GpuDevice]]:
     """Return all GPUs and MIG instances that answer, and the GPUs that do not.
 
@@ -112,8 +117,8 @@ def discover(
 
     Args:
         nvml: the library.
-        known: nvitop's objects of this driver by index, to use again and to add to: a handle
-            takes milliseconds to read with some drivers.
+        known: what was found before by index, to use again and to add to: a handle takes
+            milliseconds to read with some drivers, and names never change.
         sys: mount point of sysfs, which knows the PCI addresses of GPUs that do not answer. The
             name and UUID of such a device are empty if NVML does not identify it.
 
@@ -127,17 +132,18 @@ def discover(
         known.clear()
     for index in range(count):
         try:
-            device = known.get(index) or nvml.nvitop.PhysicalDevice(index)
+            before = known.get(index)
+            device = before[0] if before else nvml.nvitop.PhysicalDevice(index)
         except nvml.error as error:
             if _is_lost(error):
                 lost.append(index)
             continue
-        gpu = None if device.handle is None else _gpu(nvml, index, device)
+        gpu = None if device.handle is None else _gpu(nvml, index, device, before and before[1])
         if gpu is None:
             lost.append(index)
             known.pop(index, None)
             continue
-        known[index] = device
+        known[index] = device, gpu
         found.append(gpu)
         found.extend(_instances(nvml, gpu, device))
     silent = sorted(set(gpus_on_bus(sys)) - {gpu.pci for gpu in found}) if lost else []
@@ -171,13 +177,17 @@ def _instances(nvml: Nvml, gpu: GpuDevice, device: PhysicalDevice) -> Iterator[G
             yield one
 
 
-def _gpu(nvml: Nvml, index: int, device: PhysicalDevice) -> GpuDevice | None:
+def _gpu(
+    nvml: Nvml, index: int, device: PhysicalDevice, before: GpuDevice | None
+) -> GpuDevice | None:
     uuid = _text(device.uuid())
     if not uuid:
         return None
+    split = device.is_mig_mode_enabled()
+    if before is not None and (before.uuid, before.mig) == (uuid, "enabled" if split else ""):
+        return before
     minor = nvml.nvitop.libnvml.nvmlQuery("nvmlDeviceGetMinorNumber", device.handle)
     pci = _text(device.bus_id())
-    split = device.is_mig_mode_enabled()
     return GpuDevice(
         uuid=uuid,
         index=index,

@@ -366,7 +366,7 @@ FIGURES: Sequence[GpuFigure] = (
     _figure(
         "clock_hertz",
         "Clock rate now, of the multiprocessors (sm) and of memory.",
-        every=5,
+        every=10,
         label="type",
         series={
             kind: (_call("nvmlDeviceGetClockInfo", convert=_MEGAHERTZ, selector=number),)
@@ -378,6 +378,7 @@ FIGURES: Sequence[GpuFigure] = (
         "Time in which clocks were held down, by the strongest reason: hw_thermal, power_brake,"
         " hw_slowdown (for another reason), sw_thermal, power (the power cap), sync_boost,"
         " board_limit, reliability. Reasons never overlap.",
+        every=10,
         label="reason",
         series={
             reason: (
@@ -398,13 +399,13 @@ FIGURES: Sequence[GpuFigure] = (
         "encoder_utilization_ratio",
         "Use of the video encoder.",
         _call("nvmlDeviceGetEncoderUtilization", convert=_PERCENT, pointers=2),
-        every=5,
+        every=10,
     ),
     _figure(
         "decoder_utilization_ratio",
         "Use of the video decoder.",
         _call("nvmlDeviceGetDecoderUtilization", convert=_PERCENT, pointers=2),
-        every=5,
+        every=10,
     ),
     _figure(
         "ecc_errors_total",

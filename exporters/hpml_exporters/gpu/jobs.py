@@ -72,32 +72,40 @@ def resolve(names: Iterable[str], devices: Sequence[GpuDevice]) -> tuple[list[st
         names: minor numbers, device files, UUIDs or PCI addresses.
         devices: GPUs and instances of this node, lost ones too.
     """
+    return _resolve(names, _named(devices))
+
+
+def _named(devices: Sequence[GpuDevice]) -> dict[str, list[str]]:
+    """Return the UUIDs that each name stands for; an instance has no other than its UUID."""
+    children: dict[str, list[str]] = {}
+    for device in devices:
+        if device.parent:
+            children.setdefault(device.parent, []).append(device.uuid)
+    found = {device.uuid: [device.uuid] for device in devices if device.parent}
+    for device in devices:
+        if not device.parent:
+            for name in (device.uuid, device.pci, str(device.minor)):
+                found[name] = children.get(device.uuid, [device.uuid])
+    return found
+
+
+def _resolve(
+    names: Iterable[str], named: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str]]:
     found: dict[str, None] = {}
     unknown: list[str] = []
     for name in names:
-        matches = [device for device in devices if _means(name.strip(), device)]
-        uuids = [
-            each.uuid
-            for match in matches
-            for each in ([child for child in devices if child.parent == match.uuid] or [match])
-        ]
+        word = name.strip()
+        digits = word.removeprefix("/dev/nvidia")
+        if digits.isascii() and digits.isdigit():
+            word = str(int(digits))
+        elif ":" in word:
+            word = pci_address(word)
+        uuids = named.get(word, ()) if word else ()
         found.update(dict.fromkeys(uuids))
         if not uuids:
             unknown.append(name)
     return list(found), unknown
-
-
-def _means(name: str, device: GpuDevice) -> bool:
-    if name.startswith("MIG-"):
-        return name == device.uuid
-    if device.parent:  # other names are those of whole GPUs
-        return False
-    if name.startswith("GPU-"):
-        return name == device.uuid
-    digits = name.removeprefix("/dev/nvidia")
-    if digits.isascii() and digits.isdigit():
-        return int(digits) == device.minor
-    return ":" in name and pci_address(name) == device.pci
 
 
 def process_families(processes: Processes, jobs: Jobs) -> list[Metric]:
@@ -135,8 +143,9 @@ def job_families(
         facts = {only.key: only if only.gpus is not None else known}
     used = _used(facts, jobs, processes)
     allocated, missing = {}, {}
+    named = _named(devices)
     for jobid, job in facts.items():
-        allocated[jobid], missing[jobid] = resolve(job.gpus or (), devices)
+        allocated[jobid], missing[jobid] = _resolve(job.gpus or (), named)
     # One owner per GPU, however many jobs share it: dashboards join on (cluster, uuid) with
     # group_left, and Prometheus refuses a join in which two series match.
     owners = _owners(allocated, used)

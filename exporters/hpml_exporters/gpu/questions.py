@@ -115,6 +115,8 @@ class _FieldValues:
         self.codes: Sequence[Code] = ()
         self._sources = [row.source for row in rows if isinstance(row.source, Field)]
         pairs = [(each.number, scope) for each in self._sources for scope in each.scopes]
+        self._single = len(pairs) == len(rows)
+        self._converts = [each.convert for each in self._sources]
         # One entry more than asked for: drivers write past the end when asked for NVLink counters
         # (nvitop's libnvml guards against it in the same way).
         self._buffer = ctypes.create_string_buffer(_SIZE * (len(pairs) + 1))
@@ -130,15 +132,18 @@ class _FieldValues:
             self.codes = (code,) * len(self.rows)
             return [None] * len(self.rows)
         flat = self._layout.unpack_from(self._buffer)
+        if self._single:  # asked every second
+            self.codes = flat[1::3]
+            return [
+                convert(_TYPES[kind](raw)) if code == SUCCESS else None
+                for convert, kind, code, raw in zip(
+                    self._converts, flat[::3], self.codes, flat[2::3], strict=True
+                )
+            ]
         parts = zip(flat[::3], flat[1::3], flat[2::3], strict=True)  # type, code, value
-        codes: list[Code] = []
-        numbers: list[Number] = []
-        for source in self._sources:
-            code, number = self._sum(source, [next(parts) for _ in source.scopes])
-            codes.append(code)
-            numbers.append(number)
-        self.codes = codes
-        return numbers
+        sums = [self._sum(each, [next(parts) for _ in each.scopes]) for each in self._sources]
+        self.codes = [code for code, _ in sums]
+        return [number for _, number in sums]
 
     def _sum(self, source: Field, known: Sequence[tuple[int, Code, int]]) -> tuple[Code, Number]:
         good = [_TYPES[kind](raw) for kind, code, raw in known if code == SUCCESS]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.figures import GpmMetric, GpuSeries, Series, series_on
@@ -13,6 +13,7 @@ from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
 from hpml_exporters.gpu.questions import Question, questions
 
+_Target = tuple[Series, Callable[[float, float], float] | None]
 _OF_GPU, _OF_INSTANCE = series_on("gpu"), series_on("instance")
 
 # A driver call that stalls for a minute must not look like an idle GPU, while nobody knows what a
@@ -35,7 +36,7 @@ class _Total:
         self.last = now if self.last is None else max(now, self.last)
         return self.total
 
-    def unwrap(self, count: float) -> float:
+    def unwrap(self, count: float, _: float) -> float:
         """Add the growth since the last reading; drivers return counters of 32 bits as 64."""
         if self.last is not None:
             # Below 2**32 a fall is the counter wrapping around. A larger counter does not wrap:
@@ -75,20 +76,15 @@ class History:
         for total in self.totals.values():
             total.last = None
 
-    def note(self, row: GpuSeries, number: float, now: float) -> None:
-        """Store the answer of a source."""
-        series = row.key
-        if series not in self.chosen:
-            self.chosen[series] = row
-        if row.source.total:
-            total = self.totals.get(series)
-            if total is None:
-                total = self.totals[series] = _Total()
-            if row.source.total == "rate":
-                number = total.integrate(number, now, self.gap)
-            else:
-                number = total.unwrap(number)
-        self.values[series] = number
+    def adder(self, row: GpuSeries) -> Callable[[float, float], float] | None:
+        """Return what adds a number, read at a time, to the total of a source that has one."""
+        kind = row.source.total
+        if not kind:
+            return None
+        total = self.totals.setdefault(row.key, _Total())
+        if kind == "rate":
+            return partial(total.integrate, most=self.gap)
+        return total.unwrap
 
 
 class Reader:
@@ -98,6 +94,8 @@ class Reader:
         device: which.
         history: its values and totals.
         up: whether anything answered at the last reading.
+        plan: the questions, each with the readings between two times that it is asked, and which
+            of them.
     """
 
     def __init__(self, nvml: Nvml, device: GpuDevice, history: History) -> None:
@@ -124,16 +122,19 @@ class Reader:
                 early = isinstance(row.source, GpmMetric) and code not in UNSUPPORTED
                 codes[id(row)] = SUCCESS if early else code
         wanted = self._choose(rows, codes)
+        self._silent = [row for row in wanted if row.key not in history.chosen]
         # Rows with long periods are due at different readings on each GPU, so that no single
         # reading has to ask all of them.
         phase = zlib.crc32(device.uuid.encode())
-        self._plan: list[tuple[int, int, Question]] = []
+        self.plan: list[tuple[int, int, Question]] = []
+        self._targets: list[Sequence[_Target]] = []
         for period in sorted({row.figure.period for row in wanted}):
             # What is wanted every second is wanted at each reading.
             every = max(1, round(period / history.interval)) if period > 1 else 1
             same = [row for row in wanted if row.figure.period == period]
             for index, question in enumerate(questions(nvml, device, same, self._gpm)):
-                self._plan.append((every, (index + phase) % every, question))
+                self.plan.append((every, (index + phase) % every, question))
+                self._targets.append([(row.key, history.adder(row)) for row in question.rows])
 
     def read(self, now: float) -> None:
         """Ask what is due.
@@ -146,25 +147,34 @@ class Reader:
             DriverLostError: nothing does.
         """
         asked = answered = False
-        history = self.history
-        for every, offset, question in self._plan:
+        values, tick = self.history.values, self._tick
+        for (every, offset, question), targets in zip(self.plan, self._targets, strict=True):
             # The first reading asks everything: no series may appear only minutes later.
-            if (self._tick + offset) % every and self._tick:
+            if (tick + offset) % every and tick:
                 continue
             asked = True
             numbers = question.ask()
             answered = answered or SUCCESS in question.codes
-            # GPM's first sample succeeds without a value: the earlier ones stay.
-            for row, number in zip(question.rows, numbers or (), strict=numbers is not None):
+            if numbers is None:  # GPM's first sample succeeds without a value
+                continue
+            for (key, add), number in zip(targets, numbers, strict=True):
                 if number is None:  # what cannot be read now is absent, never stale
-                    history.values.pop(row.key, None)
+                    values.pop(key, None)
                 else:
-                    history.note(row, number, now)
+                    values[key] = number if add is None else add(number, now)
         self._tick += 1
+        if self._silent:
+            self._note_choice()
         if asked:
             self.up = answered
         if not self.up:  # every answer is an error, as NO_PERMISSION or UNKNOWN
             self.history.pause()
+
+    def _note_choice(self) -> None:
+        """Note the sources that have answered for the first time."""
+        history = self.history
+        history.chosen.update((row.key, row) for row in self._silent if row.key in history.values)
+        self._silent = [row for row in self._silent if row.key not in history.chosen]
 
     def close(self) -> None:
         """Release what the driver holds for this reader."""

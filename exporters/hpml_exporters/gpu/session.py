@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from hpml_exporters.gpu.devices import GpuDevice, discover
+from hpml_exporters.gpu.devices import GpuDevice, KnownGpu, discover
 from hpml_exporters.gpu.events import XidEvents
 from hpml_exporters.gpu.jobs import processes_of
 from hpml_exporters.gpu.nvml import GpuLostError, Nvml
 from hpml_exporters.gpu.reader import History, Reader
-
-if TYPE_CHECKING:
-    from nvitop.api import PhysicalDevice
 
 
 def _roots(devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
@@ -52,7 +48,7 @@ class Session:
         self.shown: Sequence[GpuDevice] = ()
         self.lost: list[GpuDevice] = []
         self.events = XidEvents(self._nvml, ())
-        self._known: dict[int, PhysicalDevice] = {}
+        self._known: dict[int, KnownGpu] = {}
 
     @property
     def roots(self) -> Sequence[GpuDevice]:

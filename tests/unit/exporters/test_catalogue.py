@@ -85,3 +85,26 @@ def test_openmetrics_has_the_whole_catalogue(registry: CollectorRegistry) -> Non
     families = parsed(written(registry).decode())
     found = {one.name: (one.type, one.unit, one.documentation) for one in families}
     assert found == {spec.family_name: (spec.type, spec.unit, spec.help) for spec in ALL}
+
+
+@pytest.mark.parametrize("number", [1, 0.1, -2.5e-7, 85899345920.0, 1.7976931348623157e308, 2**53])
+def test_our_text_is_that_of_the_client_library(number: float) -> None:
+    """Byte for byte, in both formats, also where labels or a help need an escape."""
+    nasty = MetricSpec("hpml_nasty", "gauge", 'A "quoted" \\ help.', ("b", "a"), source="x")
+    labels = [("plain", "a\nb"), ('"', "\\"), ("\udcff", "\0"), ("é", "")]
+    levels = Histogram((0.5, 1.0), (1, 2, 3), 4.5)
+    families = [
+        spec.family([(spec.labels, levels if spec.type == "histogram" else number)]) for spec in ALL
+    ]
+    families.append(nasty.family((both, number) for both in labels))
+
+    class All:
+        def collect(self) -> list[Metric]:
+            return list(families)
+
+    registry = CollectorRegistry()
+    registry.register(All())
+    strict: Any = exposition.generate_latest
+    for openmetrics, expected in ((False, generate_latest(registry)), (True, strict(registry))):
+        text = "".join(family.text(openmetrics=openmetrics) for family in families)
+        assert text == expected.decode().removesuffix("# EOF\n")
