@@ -114,7 +114,7 @@ class _ServerCollector:
 
     def collect(self) -> Iterable[Metric]:
         now = self._counters
-        return server_families(now.connections, now.responses, now.closed, now.config_changed)
+        return server_families(now.connections, now.responses, now.closed)
 
 
 class _SummaryWriter:

@@ -166,7 +166,6 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f'up{{instance="n{node}:9445",job="hpml-node"}}': ("0", "0" if node < 5 else "1")
         for node in range(6)
     },
-    "ExporterConfigurationChanged": {f"hpml_exporter_web_config_changed{{{ON}}}": ("1", "0")},
     "CollectorFailing": {
         f'hpml_exporter_up{{{ON},collector="nfs"}}': ("0", "1"),
         # A Slurm that does not answer is SlurmFiguresOld's.

@@ -106,20 +106,11 @@ _RESPONSES = _spec(
 _DROPPED = _spec(
     "connections_dropped_total",
     "counter",
-    "Connections that the web server closed by itself: to make place for others, because the "
-    "client was too slow or its TLS failed, or by a fault.",
+    "Connections that the web server closed by itself: there were too many (crowded), the client "
+    "was too slow or its TLS failed, or by a fault.",
     "the web server",
     ("reason",),
 )
-_CONFIG_CHANGED = _spec(
-    "web_config_changed",
-    "gauge",
-    "Whether the web-config file, or a certificate that it names, differs from what was loaded at "
-    "the exporter's start; a restart applies it.",
-    "the web server",
-    (),
-)
-
 SPECS = tuple(spec for spec in tuple(globals().values()) if isinstance(spec, MetricSpec))
 """All of them, in the order of the documentation."""
 
@@ -151,7 +142,7 @@ def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
 
 
 def server_families(
-    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], config_changed: bool
+    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int]
 ) -> list[Metric]:
     """Return the metrics of a web server.
 
@@ -159,13 +150,11 @@ def server_families(
         connections: open now.
         responses: answers by code.
         dropped: connections that it closed by itself, by reason.
-        config_changed: whether the web-config file is another than at the start.
     """
     return families(
         {
             _CONNECTIONS: [((), connections)],
             _RESPONSES: [((str(code),), number) for code, number in responses.items()],
             _DROPPED: [((reason,), number) for reason, number in dropped.items()],
-            _CONFIG_CHANGED: [((), config_changed)],
         }
     )

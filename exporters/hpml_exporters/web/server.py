@@ -1,36 +1,81 @@
-"""The server: a thread per connection, and limits on what a client can hold or wait for.
+"""The web server for /metrics and /healthz: a thread per connection, each with a time-out.
 
 prometheus_client's own server stops for good at one silent TLS client: it waits for its handshake
-where it accepts the next one.
+where it accepts the next one. Here a handshake is done in the client's thread.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
+import secrets
 import socket
 import ssl
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client.exposition import gzip_accepted
 
 from hpml_exporters.web.address import listen_on
-from hpml_exporters.web.config import WebConfig, fingerprint, read, tls_context
-from hpml_exporters.web.handler import STATUSES, Client, Handler, Pages, RequestLimits
-from hpml_exporters.web.passwords import Passwords
+from hpml_orchestrator.errors import InputError, extra_hint
+
+if TYPE_CHECKING:
+    from hpml_exporters.web.config import WebConfig
+
+STATUSES = (200, 400, 401, 404, 414, 431, 500, 501, 503, 505)
+"""Every status that the server ever sends."""
 
 _LOG = logging.getLogger(__name__)
-_PAUSE_SECONDS = 0.01
-_LOOK_SECONDS = 0.1
+_INDEX = b'<!DOCTYPE html><title>hpml exporter</title><a href="/metrics">metrics</a>\n'
+_TEXT = "text/plain; charset=utf-8"
+_TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection, RFC 8446, 5.1
+_USE_HTTPS = b"HTTP/1.0 400 Bad Request\r\n\r\nthis is an HTTPS port: use https://\n"
+_PAUSE_SECONDS = 0.05
 _REPORT_SECONDS = 60.0
 _FOREVER = 1e6
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_BCRYPT_BYTES = 72  # bcrypt reads no further
+_REMEMBERED = 128
+
+
+class Pages(Protocol):
+    """What the server serves; called in any thread."""
+
+    def metrics(self, accept: str, names: Sequence[str], *, gzip: bool) -> tuple[bytes, str]:
+        """Return body and content type of /metrics; one thread at a time calls this.
+
+        Args:
+            accept: the header Accept; may be empty.
+            names: of the time series to return, from `?name[]=`; empty: all.
+            gzip: compress the body.
+        """
+
+    def health(self) -> tuple[bool, str]:
+        """Return whether the exporter works, and a line about what is wrong."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of the server.
+
+    Attributes:
+        connections: open at the same time; beyond that, new ones are closed.
+        request_seconds: of each wait during a TLS handshake and a request, and of a response.
+        idle_seconds: between two requests on one connection.
+    """
+
+    connections: int = 256
+    request_seconds: float = 5.0
+    idle_seconds: float = 150.0
 
 
 @dataclass
@@ -44,8 +89,6 @@ class Counters:
         closed: connections that the server ended early, by reason: `crowded` (too many of them),
             `timeout` (the client was too slow), `tls` (the handshake failed), `error` (a fault of
             the server).
-        config_changed: whether the web-config file, or one that it names, is another than at the
-            start.
     """
 
     connections: int = 0
@@ -54,7 +97,158 @@ class Counters:
     closed: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("crowded", "timeout", "tls", "error"), 0)
     )
-    config_changed: bool = False
+
+
+class Passwords:
+    """Decides who may read; any thread may ask.
+
+    bcrypt makes a check slow on purpose: one is made at a time, and a right password is remembered
+    under a keyed hash, so its client is checked once.
+    """
+
+    def __init__(self, users: Mapping[str, str]) -> None:
+        """Take bcrypt hashes by user; without users everybody may read.
+
+        Raises:
+            InputError: bcrypt is not installed.
+        """
+        self._users = {user: text.encode() for user, text in users.items()}
+        self._secret = secrets.token_bytes(32)
+        self._right: set[bytes] = set()
+        self._lock = threading.Lock()
+        if users:
+            try:
+                import bcrypt  # noqa: PLC0415 - only with users
+            except ImportError:
+                raise InputError(
+                    "needs bcrypt", field="basic_auth_users", hint=extra_hint("export")
+                ) from None
+            self._check = bcrypt.checkpw
+
+    def allow(self, authorization: str) -> bool:
+        """Return whether a client may read.
+
+        Args:
+            authorization: the header of this name.
+        """
+        if not self._users:
+            return True
+        scheme, _, encoded = authorization.partition(" ")
+        try:
+            name, colon, password = b64decode(encoded.strip(), validate=True).partition(b":")
+        except ValueError:
+            return False
+        if scheme.lower() != "basic" or not colon:
+            return False
+        # The length keeps `ab` with `c` apart from `a` with `bc`.
+        text = len(name).to_bytes(4, "big") + name + password
+        key = hashlib.blake2b(text, key=self._secret, digest_size=32).digest()
+        if key in self._right:
+            return True
+        hashed = self._users.get(name.decode("utf-8", "replace"))
+        # An unknown name takes as long as a known one, so names cannot be found out by time.
+        any_hash = next(iter(self._users.values()))
+        with self._lock, suppress(ValueError):  # a password that bcrypt refuses
+            right = self._check(password[:_BCRYPT_BYTES], hashed or any_hash) and hashed is not None
+            if right and len(self._right) < _REMEMBERED:  # the same one can be written in many ways
+                self._right.add(key)
+            return right
+        return False
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves one connection until its end, in its thread."""
+
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # an answer always has a status
+    disable_nagle_algorithm = True
+    server: Server
+    _served = _waiting = False
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, for long only between two of them, and answer it."""
+        limits = self.server.limits
+        self.connection.settimeout(limits.idle_seconds if self._served else limits.request_seconds)
+        self._waiting = self._served
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """Read the headers of a request that has begun."""
+        self._waiting = False
+        self.connection.settimeout(self.server.limits.request_seconds)
+        return super().parse_request()
+
+    def do_GET(self) -> None:
+        """Answer a request, if the client may read."""
+        if {"Content-Length", "Transfer-Encoding"} & set(map(str.title, self.headers)):
+            self.close_connection = True  # a body is never read
+        if not self.server.passwords.allow(self.headers.get("Authorization", "")):
+            challenge = {"WWW-Authenticate": 'Basic realm="hpml", charset="UTF-8"'}
+            self._respond(401, b"wrong user or password\n", **challenge)
+            return
+        try:
+            url = urlsplit(self.path)
+            names = parse_qs(url.query, max_num_fields=100).get("name[]", [])
+        except ValueError:
+            self.send_error(400, "invalid path")
+            return
+        try:
+            self._respond_with(url.path or "/", names)
+        except OSError:
+            raise  # the client is gone, or too slow
+        except Exception as error:  # noqa: BLE001 - a page that fails is a response too
+            _LOG.error("%s: %r", url.path, error)
+            self._respond(500, b"the page could not be made\n")
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def _respond_with(self, path: str, names: list[str]) -> None:
+        if path == "/metrics":
+            accept = ", ".join(self.headers.get_all("Accept", ()))
+            gzip = gzip_accepted(self.headers.get("Accept-Encoding", ""))
+            with self.server.rendering:  # a client may read slowly afterwards
+                body, kind = self.server.pages.metrics(accept, names, gzip=gzip)
+            more = {"Content-Encoding": "gzip"} if gzip else {}
+            self._respond(200, body, kind, Vary="Accept, Accept-Encoding", **more)
+        elif path == "/healthz":
+            healthy, message = self.server.pages.health()
+            self._respond(200 if healthy else 503, f"{message}\n".encode())
+        elif path == "/":
+            self._respond(200, _INDEX, "text/html; charset=utf-8")
+        else:
+            self._respond(404, b"not found: the pages are /metrics and /healthz\n")
+
+    def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
+        """Answer a malformed request, and end the connection."""
+        self.close_connection = True
+        self._respond(code, f"{message or self.responses[code][0]}\n".encode())
+
+    def _respond(self, status: int, body: bytes, kind: str = _TEXT, **headers: str) -> None:
+        with self.server.lock:
+            self.server.counters.responses.setdefault(status, 0)
+            self.server.counters.responses[status] += 1
+        self.send_response(status)
+        fixed = {"Content-Type": kind, "Content-Length": str(len(body))}
+        if self.close_connection:
+            fixed["Connection"] = "close"
+        for name, text in {**fixed, **headers, **self.server.headers}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)  # the time-out is that of the whole body
+        self._served = True
+
+    def log_error(self, format: str, *args: object) -> None:  # noqa: A002, ARG002 - as http.server's
+        """Count a client that was too slow, which http.server reports here."""
+        if any(isinstance(one, TimeoutError) for one in args) and not self._waiting:
+            self.server.gave_up("timeout")
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        """Log no requests."""
+
+    def version_string(self) -> str:
+        """Return the header Server without versions."""
+        return "hpml"
 
 
 class Server(ThreadingHTTPServer):
@@ -64,13 +258,13 @@ class Server(ThreadingHTTPServer):
         pages: what is served.
         limits: how much clients may use.
         counters: numbers that any thread may read at any time.
-        config: content of the web-config file at the start.
-        context: of TLS; None: plain HTTP.
+        headers: added to every response.
         passwords: who may read.
+        lock: of the counters.
+        rendering: held while a page is made.
     """
 
     daemon_threads = True
-    passwords: Passwords
 
     def __init__(
         self,
@@ -92,22 +286,22 @@ class Server(ThreadingHTTPServer):
         """
         super().__init__(("", 0), Handler, bind_and_activate=False)
         self.socket.close()  # `start` opens the one that is used
-        self.pages = pages
-        self.limits = limits or RequestLimits()
+        self.pages, self.limits = pages, limits or RequestLimits()
         self.counters = Counters()
-        self.config = WebConfig()
-        self.context: ssl.SSLContext | None = None
-        self._rendering = threading.Lock()
+        self.headers: Mapping[str, str] = {}
+        self.passwords = Passwords({})
+        self.lock, self.rendering = threading.Lock(), threading.Lock()
+        self._context: ssl.SSLContext | None = None
+        self._sans: Sequence[str] = ()
         self._listen, self._any_port, self._web_config = listen, any_port, web_config
-        self._lock = threading.Lock()
-        self._clients: set[Client] = set()
+        self._room = threading.Semaphore(self.limits.connections)
+        self._clients: set[socket.socket] = set()
         self._reported = -_FOREVER
-        self._stopped = threading.Event()
 
     @property
     def scheme(self) -> str:
         """http, or https once `start` has read a file with TLS."""
-        return "https" if self.context else "http"
+        return "https" if self._context else "http"
 
     def start(self) -> tuple[str, int]:
         """Serve in other threads; returns the address that it listens on.
@@ -116,15 +310,19 @@ class Server(ThreadingHTTPServer):
             InputError: the address cannot be used, or the web-config file is wrong.
         """
         if self._web_config:
-            # Read passwords and certificates before listening: the port is never open without them.
-            self.config = read(self._web_config)
-            loaded = fingerprint(self._web_config, self.config)
-            if self.config.tls:
-                self.context = tls_context(self.config.tls, self._web_config)
-        self.passwords = Passwords(self.config.users)
+            # Imported only with a file: most exporters need no pydantic. Read before listening:
+            # the port is never open without passwords.
+            from hpml_exporters.web.config import read, tls_context  # noqa: PLC0415 - as above
+
+            config: WebConfig = read(self._web_config)
+            self.headers = {
+                str(name): text for name, text in config.http_server_config.headers.items()
+            }
+            self.passwords = Passwords(config.basic_auth_users)
+            if config.tls:
+                self._context = tls_context(config.tls, self._web_config)
+                self._sans = config.tls.client_allowed_sans
         self.socket = listen_on(self._listen, any_port=self._any_port)
-        if self._web_config:
-            threading.Thread(target=self._watch, args=(loaded,), daemon=True).start()
         # Its poll interval is for ever: `stop` wakes it through the socket.
         threading.Thread(target=self.serve_forever, args=(_FOREVER,), daemon=True).start()
         host, port = self.socket.getsockname()[:2]
@@ -132,78 +330,86 @@ class Server(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Close all connections and stop; responses under way are cut off."""
-        self._stopped.set()
         if self.fileno() >= 0:
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes serve_forever
             self.shutdown()
             self.server_close()
-        with self._lock:
-            for client in list(self._clients):
-                self._drop(client)
-
-    def health(self) -> tuple[bool, str]:
-        """Return whether the exporter works, and in words what fails or waits for a restart."""
-        healthy, message = self.pages.health()
-        if self.counters.config_changed:
-            message += f"; {self._web_config} has changed: restart the exporter to apply it"
-        return healthy, message
-
-    @contextmanager
-    def turn(self, client: Client) -> Iterator[None]:
-        """Wait until no other page is being rendered.
-
-        Raises:
-            ConnectionAbortedError: the client had to go meanwhile.
-        """
-        # Not one long wait: a connection that was closed meanwhile must give its thread back.
-        while not self._rendering.acquire(timeout=_LOOK_SECONDS):
-            if client not in self._clients:
-                raise ConnectionAbortedError
-        try:
-            yield
-        finally:
-            self._rendering.release()
-
-    def answered(self, status: int) -> None:
-        """Count a response."""
-        with self._lock:
-            self.counters.responses[status] += 1
+        with self.lock:
+            for client in self._clients:
+                with suppress(OSError):  # ended already
+                    # Not by SSLSocket.shutdown, which takes the TLS object from its reader.
+                    socket.socket.shutdown(client, socket.SHUT_RDWR)
 
     def gave_up(self, reason: str) -> None:
         """Count a connection that is ended early."""
-        with self._lock:
+        with self.lock:
             self.counters.closed[reason] += 1
 
-    def get_request(self) -> tuple[Any, object]:
-        """Accept a client; if descriptors are exhausted, close another connection."""
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a client."""
         try:
-            sock, address = self.socket.accept()
+            return self.socket.accept()
         except OSError as error:
             if error.errno in _NO_ROOM:
-                with self._lock:
-                    self._make_room()
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(_PAUSE_SECONDS)  # until descriptors are free again
             raise
-        return Client(sock, address[0]), address
 
-    def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a client in a new thread; if there are too many, close another connection."""
-        with self._lock:
-            of_this = sum(one.peer == request.peer for one in self._clients)
-            if of_this >= self.limits.connections_of_one_address:
-                self._make_room(request.peer)
-            elif len(self._clients) >= self.limits.connections:
-                self._make_room()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client in a new thread, or close it if there are too many."""
+        if not self._room.acquire(blocking=False):
+            self.gave_up("crowded")
+            request.close()
+            return
+        with self.lock:
             self._clients.add(request)
             self.counters.connections = len(self._clients)
             self.counters.accepted += 1
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection whose thread ends."""
-        with self._lock:
-            self._drop(request)
-            request.sock.close()
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a client until its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.lock:
+                self._clients.discard(request)
+                self.counters.connections = len(self._clients)
+            self._room.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Shake hands if this is a TLS port, then serve requests."""
+        with suppress(OSError):  # the client is gone
+            if self._context is None:
+                super().finish_request(request, client_address)
+                return
+            with self._secured(self._context, request) as secure:
+                super().finish_request(secure, client_address)
+
+    def _secured(self, context: ssl.SSLContext, client: socket.socket) -> ssl.SSLSocket:
+        client.settimeout(self.limits.request_seconds)
+        try:
+            # A client that stays silent costs no TLS state.
+            first = client.recv(1, socket.MSG_PEEK)
+            if first and first != _TLS_HANDSHAKE:
+                client.sendall(_USE_HTTPS)
+            if first != _TLS_HANDSHAKE:
+                raise ConnectionAbortedError
+            secure = context.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
+            try:
+                secure.do_handshake()
+                if not self._is_allowed(secure):
+                    raise ConnectionAbortedError
+            except BaseException:
+                secure.close()
+                raise
+        except OSError as error:
+            self.gave_up("timeout" if isinstance(error, TimeoutError) else "tls")
+            raise
+        return secure
+
+    def _is_allowed(self, client: ssl.SSLSocket) -> bool:
+        names = (client.getpeercert() or {}).get("subjectAltName", ()) if self._sans else ()
+        return not self._sans or any(name[1] in self._sans for name in names)
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
         """Count an error of the server; prints one per minute at most."""
@@ -211,34 +417,3 @@ class Server(ThreadingHTTPServer):
         if time.monotonic() - self._reported > _REPORT_SECONDS:
             self._reported = time.monotonic()
             _LOG.error("error while serving: %r", sys.exception())
-
-    def _make_room(self, peer: str = "") -> None:
-        """End the longest idle connection of an address, else of the address with most."""
-        if self._clients:
-            number = Counter(one.peer for one in self._clients)
-            # not by most_common, which imports something: that needs a descriptor
-            peer = peer or max(number, key=number.__getitem__)
-            of_this = (one for one in self._clients if one.peer == peer)
-            self._drop(min(of_this, key=lambda one: one.since))
-            self.counters.closed["crowded"] += 1
-
-    def _drop(self, client: Client) -> None:
-        self._clients.discard(client)
-        self.counters.connections = len(self._clients)
-        # Shut down only; its own thread closes it, as a new connection could get the number of a
-        # descriptor that is still in use. Not by SSLSocket.shutdown, which takes the TLS object
-        # away from the thread that reads from it.
-        with suppress(OSError):  # ended already
-            socket.socket.shutdown(client.sock, socket.SHUT_RDWR)
-
-    def _watch(self, loaded: bytes) -> None:
-        """Check now and then whether the web-config file has changed.
-
-        A change has no effect while the exporter runs: a file caught half-written could open what
-        was closed.
-        """
-        while not self._stopped.wait(self.limits.watch_seconds):
-            changed = fingerprint(self._web_config, self.config) != loaded
-            if changed and not self.counters.config_changed:
-                _LOG.warning("%s has changed: restart to apply it", self._web_config)
-            self.counters.config_changed = changed

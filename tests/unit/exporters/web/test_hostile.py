@@ -9,18 +9,17 @@ import json
 import random
 import resource
 import socket
-import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import bcrypt
 import pytest
-from hpml_exporters.web.handler import RequestLimits
+from hpml_exporters.web.server import RequestLimits
 
 from tests.patience import eventually
 from tests.unit.exporters.web.support import (
@@ -98,13 +97,12 @@ HALF_HELLO = b"\x16\x03\x01\x40\x00\x01" + b"\x00" * 100
     ("count", "sent"),
     [
         (200, b""),
-        (1000, b""),
         (100, b"GET /metrics HTTP/1.1\r\nX-Slow: "),
         (100, GET * 40),
         (50, GET + b"\x00\x01\x02" * 500),
         (100, HALF_HELLO),
     ],
-    ids=["idle", "too-many", "half-a-head", "reads-nothing", "pipelined-garbage", "tls"],
+    ids=["idle", "half-a-head", "reads-nothing", "pipelined-garbage", "tls"],
 )
 def test_bad_clients_hold_nobody_up(count: int, sent: bytes, certificates: Certificates) -> None:
     """The server tolerates them for ten minutes; scrapes continue, one more connection fits."""
@@ -117,7 +115,6 @@ def test_bad_clients_hold_nobody_up(count: int, sent: bytes, certificates: Certi
                 assert scrape(made.address, context=context).body == BODY
             counters = made.counters()
             assert counters["connections"] <= RequestLimits().connections
-            assert (counters["closed"]["crowded"] > 700) == (count == 1000)
             assert counters["closed"]["error"] == 0
 
 
@@ -144,67 +141,26 @@ def test_floods_hold_nobody_up() -> None:
         assert made.counters()["closed"]["error"] == 0
 
 
-def test_one_address_does_not_displace_the_others() -> None:
-    """When there are too many connections, those of the most crowded address are closed."""
+def test_too_many_connections_are_closed_at_once() -> None:
+    """Those that are open go on, and the next one fits when another has ended."""
     limits = replace(PATIENT, connections=20)
-    with serving(limits=limits) as (_, address), connect(address) as one, clients(address, 60):
+    with serving(limits=limits) as (server, address), connect(address) as one:
         one.sendall(GET)
         assert one.recv(12) == b"HTTP/1.1 200"
+        with clients(address, 60):
+            eventually(lambda: server.counters.closed["crowded"] == 41)
+            assert status(address) == 0
+        eventually(lambda: server.counters.connections == 1)
+        assert status(address) == 200
 
 
-def test_clients_that_are_given_up_keep_no_threads() -> None:
-    """Not while they wait for a page that takes long: another client can have it next."""
-    ended = threading.Event()
-
-    class Slow(StaticPages):
-        def metrics(self, accept: str, names: Sequence[str], *, gzip: bool) -> tuple[bytes, str]:
-            ended.wait(60)
-            return super().metrics(accept, names, gzip=gzip)
-
-    limits = replace(PATIENT, connections_of_one_address=8)
-    before = threading.active_count()
-    with serving(pages=Slow(), limits=limits) as (server, address), clients(address, 60, GET):
-        eventually(lambda: server.counters.closed["crowded"] == 52)
-        eventually(lambda: threading.active_count() - before <= 10)
-        assert scrape(address, "/healthz").status == 200
-        ended.set()
-        assert scrape(address).body == BODY
-
-
-def test_without_descriptors_scrapes_go_on() -> None:
-    with Process() as made:
+def test_without_descriptors_scrapes_go_on_when_clients_have_timed_out() -> None:
+    """Nothing breaks meanwhile."""
+    with Process(limits=RequestLimits(request_seconds=1.0)) as made:
         resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (40, 40))
         with clients(made.address, 100):
-            for _ in range(10):
-                assert status(made.address) == 200
-
-
-def hello() -> bytes:
-    """The first bytes of a TLS client."""
-    sent = ssl.MemoryBIO()
-    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="node")
-    with pytest.raises(ssl.SSLWantReadError):
-        client.do_handshake()
-    return sent.read()
-
-
-@pytest.mark.parametrize("sent", [HALF_HELLO, hello()], ids=["half", "whole"])
-def test_one_address_keeps_no_other_from_a_handshake(
-    certificates: Certificates, sent: bytes
-) -> None:
-    """Hellos as fast as one host can send them: a client that was never seen before gets in."""
-    with ExitStack() as stack:
-        made = stack.enter_context(Process(certificates.write("web.yml", TLS)))
-
-        def flood() -> None:
-            client = stack.enter_context(connect(made.address, STRANGER))
-            client.sendall(sent)
-
-        context = certificates.context()
-        with repeated(flood):
-            eventually(lambda: made.counters()["closed"]["crowded"] > 0)
-            assert [status(made.address, context) for _ in range(20)] == [200] * 20
-        assert made.counters()["connections"] <= RequestLimits().connections_of_one_address + 1
+            eventually(lambda: status(made.address) == 200)
+            assert made.counters()["closed"]["error"] == 0
 
 
 def users(folder: Path, cost: int) -> Path:
@@ -238,8 +194,8 @@ def test_who_gets_in(tmp_path: Path, authorization: str, expected: int) -> None:
             assert ("www-authenticate" in answer.headers) == (expected == 401)
 
 
-def test_guessing_has_a_budget_and_slows_nobody_known(tmp_path: Path) -> None:
-    """Guesses take a small share of a core; who is known is answered without a check."""
+def test_guesses_slow_nobody_known(tmp_path: Path) -> None:
+    """One password is checked at a time; who is known is answered without a check."""
     number = iter(range(1_000_000))
 
     def guess() -> None:
@@ -247,18 +203,12 @@ def test_guessing_has_a_budget_and_slows_nobody_known(tmp_path: Path) -> None:
             for client in guessers:
                 password = basic("bob", str(next(number)))
                 client.sendall(f"GET / HTTP/1.0\r\nAuthorization: {password}\r\n\r\n".encode())
-            answers = [statuses(read_to_end(client)) for client in guessers]
-            assert all(answer in ([401], [503]) for answer in answers)
+            assert [statuses(read_to_end(client)) for client in guessers] == [[401]] * 8
 
     with Process(users(tmp_path, 8)) as made:
         good = basic("bob", "right")
         assert status(made.address, Authorization=good) == 200
         with repeated(guess):
             eventually(lambda: made.counters()["responses"]["401"] > 0)
-            wall, cpu = time.monotonic(), made.cpu_seconds()
-            while time.monotonic() < wall + 2:
+            for _ in range(20):
                 assert status(made.address, Authorization=good) == 200
-                time.sleep(0.05)
-            wall, cpu = time.monotonic() - wall, made.cpu_seconds() - cpu
-        assert made.counters()["responses"]["503"] > 0
-    assert cpu < 0.4 * wall + 0.2, (cpu, wall)

@@ -7,8 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from hpml_exporters.web.handler import RequestLimits
-from hpml_exporters.web.server import Server
+from hpml_exporters.web.server import RequestLimits, Server
 
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
@@ -58,30 +57,20 @@ def test_health(healthy: tuple[bool, str], status: int) -> None:
     [
         (b"GET / HTTP/1.0", 200),
         (b"GET http://node/metrics HTTP/1.1\r\nHost: node\r\nConnection: close", 200),
-        (b"\r\n\r\nGET /healthz HTTP/1.0", 200),
         (b"GET /metrics HTTP/1.0\r\nContent-Length: 0", 200),
         (b"GET /metrics/ HTTP/1.0", 404),
         (b"GET /../etc/passwd HTTP/1.0", 404),
         (b"GET * HTTP/1.0", 404),
-        (b"POST /metrics HTTP/1.0", 405),
-        (b"GET /metrics HTTP/1.0\r\nContent-Length: 5", 413),
-        (b"GET /metrics HTTP/1.0\r\nTransfer-Encoding: chunked", 413),
+        (b"POST /metrics HTTP/1.0", 501),
         (b"GET /metrics HTTP/2.0", 505),
-        (b"GET /metrics HTTP/1.1", 400),
-        (b"GET  /metrics HTTP/1.0", 400),
-        (b"GET /metrics HTTP/1.0\r\nno header", 400),
-        (b"GET /metrics HTTP/1.0\r\nX: a\0b", 400),
-        (b"GET /metrics HTTP/1.0\r\nAuthorization: a\r\nAuthorization: b", 400),
+        (b"GET /metrics a HTTP/1.0", 400),
         (b"GET http://[ HTTP/1.0", 400),
         (b"GET /metrics?" + b"&" * 200 + b" HTTP/1.0", 400),
-        (b"\x16\x03\x01\x02\x00\x01\x00", 400),
-        (b"GET /" + b"a" * 1_000_000, 431),
-        (b"GET / HTTP/1.0\r\n" + b"X: a\r\n" * 10_000, 431),
+        (b"GET / HTTP/1.0\r\n" + b"X: a\r\n" * 200, 431),
     ],
-    ids=range(21),
+    ids=range(12),
 )
 def test_every_request_gets_its_status(address: Address, request_text: bytes, status: int) -> None:
-    """Also if the client continues to send: the response is not lost in a reset."""
     assert statuses(exchange(address, request_text + b"\r\n\r\n")) == [status]
 
 
@@ -95,8 +84,8 @@ def test_head_sends_no_body(address: Address) -> None:
     ("sent", "expected"),
     [
         (HEALTH * 20 + b"GET /x HTTP/1.0\r\n\r\n", [200] * 20 + [404]),
-        (HEALTH + b"\x00\x01garbage\r\n\r\n" + HEALTH, [200, 400]),
-        (GET.replace(b"Host", b"Content-Length: 9\r\nHost") + HEALTH, [413]),
+        (HEALTH + b"\x00\x01garbage a b c\r\n\r\n" + HEALTH, [200, 400]),
+        (GET.replace(b"Host", b"Content-Length: 9\r\nHost") + HEALTH, [200]),
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\nGET / HTTP/1.0\r\n\r\n", [200, 200]),
         (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" + HEALTH, [200]),
     ],
@@ -120,11 +109,11 @@ def test_a_page_that_fails_is_a_response(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_slow_and_idle_clients_are_closed_in_time() -> None:
-    """A byte now and then gains nothing; only a client that began a request gets a reason."""
-    limits = RequestLimits(request_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
+    """Whether they say nothing, begin a request, have had an answer, or read none."""
+    limits = RequestLimits(request_seconds=0.3, idle_seconds=0.3)
     with serving(limits=limits, pages=StaticPages(b"x" * 20_000_000)) as (server, address):
         assert exchange(address, b"") == b""
-        assert statuses(exchange(address, b"GET /metr")) == [408]
+        assert exchange(address, b"GET /metr") == b""
         assert statuses(exchange(address, HEALTH)) == [200]  # idle after it
         with connect(address) as reader:
             reader.sendall(GET)
