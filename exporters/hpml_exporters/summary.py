@@ -1,7 +1,7 @@
 """What a job used of one node, added up from the snapshots of its exporter.
 
-The file is complete at any moment. It also holds what an exporter that is started again needs to
-continue to add, so that neither a killed exporter nor a short job leaves a gap.
+The file is complete at any moment. It holds the counters of each start of the exporter, which are
+added up when they are read: neither a killed exporter nor a short job leaves a gap.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client.core import Metric
 
@@ -61,6 +61,11 @@ _BUSY_SHARE = "busy_seconds_share"
 _INSTANT_SECONDS = 1e-6  # weight of a single look
 _STEADY_SECONDS = 10.0
 _MAX_BYTES = 4 << 20
+_STARTS = 100
+
+Counts = dict[str, list[float]]
+"""By key: what a counter had before its first reading, that reading, the last one, and its growth
+between them."""
 
 
 class JobSummary:
@@ -76,7 +81,8 @@ class JobSummary:
         self._jobid = "" if facts is None else facts.key
         self._run = "" if facts is None else facts.run
         self._last = time.monotonic() if now is None else now
-        self._counts: dict[str, list[float]] = {}  # key -> total, last reading
+        self._counts: Counts = {}  # of this start
+        self._earlier: list[Counts] = []  # of each earlier one
         self._means: dict[str, list[float]] = {}  # key -> mean, seconds that it is the mean of
         self._peaks: dict[str, float] = {}
         self._gpus: dict[str, str] = {}  # names by UUID
@@ -86,7 +92,6 @@ class JobSummary:
         self._starts = 1
         self._busy_at: dict[str, float] = {}  # when its last reading was seen, by time.monotonic()
         self._resume(options.summary_file)
-        self._resumed = set(self._counts)  # counters whose next reading is a new exporter's first
 
     def note(self, snapshot: Samples) -> None:
         """Add what happened since the previous snapshot; noting one twice does no harm."""
@@ -119,7 +124,11 @@ class JobSummary:
             "job": self._job_figures(),
             "training": self._totals("train"),
             "gpus": [self._gpu_figures(uuid) for uuid in self._gpus],
-            "state": {"counts": self._counts, "means": self._means, "peaks": self._peaks},
+            "state": {
+                "counts": [*self._earlier, self._counts],
+                "means": self._means,
+                "peaks": self._peaks,
+            },
             "gpu_names": self._gpus,
             "gpus_sure": self._sure,
         }
@@ -129,7 +138,8 @@ class JobSummary:
             for metric, name in names.items():
                 values = self._of_job(families.get(metric))
                 if values:
-                    self._count(f"{group}/{name}", sum(values.values()))
+                    total = sum(values.values())
+                    self._count(f"{group}/{name}", total, before=total)
         kinds = self._of_job(families.get("hpml_job_memory_bytes"), "kind")
         if kinds:
             self._peak("job/memory_peak_bytes", sum(kinds.get(kind, 0.0) for kind in _MEMORY))
@@ -155,16 +165,14 @@ class JobSummary:
             for (uuid, *rest), value in _values(families.get(metric)):
                 if uuid in own:
                     key = "/".join(["gpu", uuid, name, *rest])
-                    if name == "energy_joules" and key not in self._counts:
-                        # The first reading is only a baseline, as the counter began with the
-                        # driver. For the time before it the power is an estimate.
-                        self._counts[key] = [power.get((uuid,), 0.0) * step, value]
-                    self._note_gpu(key, name, value, step)
+                    # The driver counts energy since it was loaded: for the time before the first
+                    # reading the power is an estimate.
+                    before = power.get((uuid,), 0.0) * step if name == "energy_joules" else 0.0
+                    self._note_gpu(key, name, value, step, before)
 
-    def _note_gpu(self, key: str, name: str, value: float, step: float) -> None:
+    def _note_gpu(self, key: str, name: str, value: float, step: float, before: float) -> None:
         if name in _COUNTED:
-            own = name in _SINCE_EXPORTER
-            grown = self._count(key, value, first=own, anew=own)
+            grown = self._count(key, value, before=before)
             passed = self._last - self._busy_at.get(key, self._last)
             if name == "busy_seconds":
                 # Before the first look it is unknown how long the collector had been counting.
@@ -193,7 +201,9 @@ class JobSummary:
 
     def _forget_gpu(self, uuid: str) -> None:
         del self._gpus[uuid]
-        for kept in (self._counts, self._means, self._peaks):
+        everything: list[dict[str, Any]]
+        everything = [self._counts, *self._earlier, self._means, self._peaks]
+        for kept in everything:
             for key in [key for key in kept if key.startswith(f"gpu/{uuid}/")]:
                 del kept[key]
 
@@ -205,23 +215,41 @@ class JobSummary:
                 found[key] = found.get(key, 0.0) + sample.value
         return found
 
-    def _count(self, key: str, value: float, *, first: bool = True, anew: bool = False) -> float:
+    def _count(self, key: str, value: float, *, before: float) -> float:
+        """Note a counter; returns what it has grown since the last look.
+
+        Args:
+            key: of the counter.
+            value: that was read.
+            before: what it counted for this job when it was first read, by any exporter.
+        """
         known = self._counts.get(key)
         if known is None:
-            self._counts[key] = [value if first else 0.0, value]
-            return self._counts[key][0]
-        grown = value - known[1]
-        if key in self._resumed:
-            # Key by key, as collectors deliver their first readings at different times.
-            self._resumed.discard(key)
-            # Counters of the exporter itself begin again at 0; those of driver and kernel went on,
-            # and what happened meanwhile belongs to the job.
-            grown = value if anew else max(0.0, grown)
-        elif grown < 0:
+            self._counts[key] = [before, value, value, 0.0]
+            return value
+        grown = value - known[2]
+        if grown < 0:  # a driver that was loaded again
             grown = value
-        known[0] += grown
-        known[1] = value
+        known[2] = value
+        known[3] += grown
         return grown
+
+    def _sums(self, group: str) -> dict[str, float]:
+        """Return the totals of all starts."""
+        totals: dict[str, float] = {}
+        last: dict[str, float] = {}
+        for start in (*self._earlier, self._counts):
+            for key, (before, first, latest, grown) in _below(group, start).items():
+                if any(name in f"{group}{key}".split("/") for name in _SINCE_EXPORTER):
+                    before_it = first  # it began at 0 with this start
+                elif key in last:
+                    # Those of driver and kernel went on: what happened meanwhile is the job's.
+                    before_it = max(0.0, first - last[key])
+                else:
+                    before_it = before
+                totals[key] = totals.get(key, 0.0) + before_it + grown
+                last[key] = latest
+        return totals
 
     def _mean(self, key: str, value: float, seconds: float) -> None:
         weight = max(seconds, _INSTANT_SECONDS)
@@ -232,9 +260,8 @@ class JobSummary:
         self._peaks[key] = max(value, self._peaks.get(key, value))
 
     def _totals(self, group: str) -> dict[str, float]:
-        counts = _below(f"{group}/", self._counts)
         means = _below(f"{group}/", self._means)
-        totals = {name: round(total, 6) for name, (total, _) in counts.items()}
+        totals = {name: round(total, 6) for name, total in self._sums(f"{group}/").items()}
         return totals | {name: mean for name, (mean, _) in means.items()}
 
     def _job_figures(self) -> dict[str, float]:
@@ -253,7 +280,7 @@ class JobSummary:
         parts: dict[str, dict[str, float]] = {}
         figures |= {key: round(mean, 4) for key, (mean, _) in means.items() if key != _BUSY_SHARE}
         figures |= _below(begin, self._peaks)
-        for key, (total, _) in _below(begin, self._counts).items():
+        for key, total in self._sums(begin).items():
             counter, _, which = key.partition("/")
             if which:
                 parts.setdefault(counter, {})[which] = round(total, 3)
@@ -275,7 +302,10 @@ class JobSummary:
             if (told["jobid"], told["run"]) != (self._jobid, self._run):
                 return
             state = told["state"]
-            counts = {str(key): _numbers(pair, 2) for key, pair in state["counts"].items()}
+            counts = [
+                {str(key): _numbers(four, 4) for key, four in start.items()}
+                for start in state["counts"][-_STARTS:]
+            ]
             means = {str(key): _numbers(pair, 2) for key, pair in state["means"].items()}
             peaks = {str(key): _numbers([value], 1)[0] for key, value in state["peaks"].items()}
             names = {str(uuid): str(name) for uuid, name in told["gpu_names"].items()}
@@ -283,7 +313,7 @@ class JobSummary:
             starts, sure = int(told["starts"]), told.get("gpus_sure") is True
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
-        self._counts, self._means, self._peaks = counts, means, peaks
+        self._earlier, self._means, self._peaks = counts, means, peaks
         self._gpus, self._sure = names, sure
         self._began, self._seconds, self._starts = began, seconds, starts + 1
 
