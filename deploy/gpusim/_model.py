@@ -112,7 +112,7 @@ _H100 = dict.fromkeys([f"gpm_{metric}" for metric in _GPM], 0) | _table("""
 pci_id=233010DE pci_subsystem=16C110DE cc_major=9 power_limit=700 power_enforced=700 power=75
 clock_graphics=345 clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5
 pcie_max_gen=5 nvlink_links=18 gpm=1""")
-_OTHERS = "fan mem_used lost retired_sbe retired_dbe retired_pending gi ci".split()
+_OTHERS = "fan mem_used lost retired_sbe retired_dbe retired_pending recovery_action gi ci".split()
 _BLACKWELL = [f"nvlink_field{field}" for field in (*range(206, 213), 214, 215, 219, 221)]
 _KNOWN = frozenset([*_A100, *_H100, *_OTHERS, *_BLACKWELL, *(f"{rate}_base" for rate in _COUNTED)])
 

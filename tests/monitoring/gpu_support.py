@@ -64,6 +64,7 @@ ALL = h100(
     retired_sbe=3,
     retired_dbe=2,
     retired_pending=1,
+    recovery_action=4,
     nvlink_crc=1,
     nvlink_replay=2,
     nvlink_recovery=3,

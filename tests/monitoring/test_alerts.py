@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="149"}}': ("0+0", "-90000+0"),
         f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="13"}}': ("0+60", "0+60"),
     },
+    "GpuNeedsRecovery": {f"hpml_gpu_recovery_action{{{GPU}}}": ("1", "0")},
     "GpuUncorrectedMemoryErrors": {
         f'hpml_gpu_ecc_errors_total{{{GPU},error="uncorrected"}}': ("0x9 1", "7"),
         f'hpml_gpu_ecc_errors_total{{{GPU},error="corrected"}}': ("0+9", "0+9"),

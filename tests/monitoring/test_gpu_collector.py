@@ -50,6 +50,7 @@ def test_gauges_are_what_the_state_says(gpu_collector: Start) -> None:
         ("hpml_gpu_encoder_utilization_ratio", ""): 0.15,
         ("hpml_gpu_decoder_utilization_ratio", ""): 0.16,
         ("hpml_gpu_retired_pages_pending", ""): 1,
+        ("hpml_gpu_recovery_action", ""): 4,
         ("hpml_gpu_temperature_limit_celsius", "core"): 92,
         ("hpml_gpu_temperature_limit_celsius", "memory"): 105,
         ("hpml_gpu_nvlink_links", ""): 18,

@@ -211,6 +211,33 @@ def test_xid_errors_are_counted_with_their_time(
     assert later.one("hpml_gpu_xid_last_timestamp_seconds", xid="48") == last
 
 
+def test_xid_errors_outlive_the_exporter_until_the_driver_is_loaded_again(
+    gpu_collector: Start, gpusim_library: Simulator, tmp_path: Path
+) -> None:
+    """A GPU that had one may still need a reset; a loaded driver begins anew."""
+    run, module = tmp_path / "run", tmp_path / "sys/module/nvidia"
+    run.mkdir()
+    module.mkdir(parents=True)
+    roots = {"sys": str(tmp_path / "sys"), "run": str(run)}
+    state = State(gpus=(a100(0), a100(1)))
+    running = gpu_collector(state, options={"roots": roots})
+    running.sample()
+    gpusim_library.write(state.changed(1, events=(Event(1, 79),)), running.path)
+    first = running.sample().all("hpml_gpu_xid_last_timestamp_seconds")
+    gpusim_library.write(state, running.path)
+    running.do("renew")
+    seen = running.sample()
+    assert seen.all("hpml_gpu_xid_last_timestamp_seconds") == first
+    assert seen.one("hpml_gpu_xid_errors_total", uuid=state.gpus[1].uuid, xid="79") == 1
+    module.rename(tmp_path / "old")  # so that its number is not given again
+    module.mkdir()
+    running.do("renew")
+    assert running.sample().all("hpml_gpu_xid_errors_total") == []
+    (run / "xids.json").write_text('{"driver": 1, "xids": [[')
+    running.do("renew")
+    assert running.sample().error == ""
+
+
 def test_what_fails_in_the_beginning_is_tried_again(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:

@@ -38,7 +38,7 @@ GOES = {
     "nvmlEventSetWait*": set(),
     "nvmlDeviceGetFieldValues": {  # GPM has the rest
         "memory_temperature_celsius", "ecc_errors_total", "retired_pages_pending",
-        "pcie_replays_total",
+        "pcie_replays_total", "recovery_action",
         "nvlink_links", "nvlink_links_active", "nvlink_errors_total",
         "remapped_rows", "remapped_rows_pending", "remapped_rows_failed",
     },
@@ -196,6 +196,7 @@ def test_activity_that_is_not_a_number_is_not_shown(
         ("ecc_vol_unc", 4294967295, ("ecc_errors_total",)),
         ("pcie_replay", 4294967295, ("pcie_replays_total",)),
         ("nvlink_state", 255, ("nvlink_links_active",)),
+        ("recovery_action", 4294967295, ("recovery_action",)),
     ],
 )
 def test_what_no_gpu_can_do_is_unknown(

@@ -30,6 +30,7 @@ static const struct rule {
 #define WORD(field, key, scale) {field, VALUE, key, scale, UNSIGNED_INT}
 #define LONG(field, source, key, scale) {field, source, key, scale, UNSIGNED_LONG_LONG}
     WORD(82, "mem_temp", 1), WORD(91, "nvlink_links", 1), WORD(94, "pcie_replay", 1),
+    WORD(230, "recovery_action", 1),
     WORD(142, "remapped_cor", 1), WORD(143, "remapped_unc", 1),
     WORD(144, "remapped_pending", 1), WORD(145, "remapped_failure", 1),
     WORD(186, "power", 1000), LONG(83, TOTAL, "power", 1000),

@@ -46,7 +46,7 @@ class _CountsSinceStart:
         histories: of each GPU, by UUID.
     """
 
-    log: XidLog = field(default_factory=XidLog)
+    log: XidLog
     histories: dict[str, History] = field(default_factory=dict)
 
 
@@ -122,7 +122,11 @@ class GpuCollector:
         self._used: set[str] = set()
         self._nameless = 0
         self._restarted = float("-inf")
-        kept = _COUNTS.setdefault(context.jobs, _CountsSinceStart())
+        if context.jobs not in _COUNTS:
+            options = context.options
+            log = XidLog(options.roots if options.job is None else None)
+            _COUNTS[context.jobs] = _CountsSinceStart(log)
+        kept = _COUNTS[context.jobs]
         self._log, self._histories = kept.log, kept.histories
         for history in self._histories.values():
             history.pause()  # nobody saw what was between

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from prometheus_client.core import Metric
 
+from hpml_exporters.core import procfs
 from hpml_exporters.gpu.devices import GpuDevice
 from hpml_exporters.gpu.figures import XID_ERRORS, XID_LAST
 from hpml_exporters.gpu.nvml import SUCCESS, Nvml
+from hpml_exporters.options import Roots
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.files import read_json, write_json
 
 _XID = 8  # nvmlEventTypeXidCriticalError
 _AT_ONCE = 64
 _KINDS = 24
+_FILE = "xids.json"
 
 
 class _Event(ctypes.Structure):
@@ -29,11 +36,39 @@ class _Event(ctypes.Structure):
 
 
 class XidLog:
-    """The errors reported since the exporter started; they outlive the driver."""
+    """The errors reported so far; they outlive the driver, and the exporter until it is reloaded.
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
+    A driver does not repeat them, and a GPU that had one may need a reset until somebody acts.
+    """
+
+    def __init__(self, roots: Roots | None = None) -> None:
+        """Begin with what an earlier exporter saw of the driver that is loaded now.
+
+        Args:
+            roots: where a node's exporter keeps them, in `run`; None: nowhere.
+        """
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+        self._roots = roots
+        self._unsaved = False
+        if roots is None:
+            return
+        try:
+            data = read_json(os.path.join(roots.run, _FILE))
+            if data["driver"] and data["driver"] == _driver(roots):
+                for uuid, xid, count, when in data["xids"]:
+                    self._seen[str(uuid), str(xid)] = (int(count), float(when))
+        except (OSError, HpmlError, ValueError, LookupError, TypeError):
+            self._seen.clear()  # there is none, or it is damaged
+
+    def save(self) -> None:
+        """Keep new errors for the next exporter; without the right to write they are lost."""
+        driver = _driver(self._roots) if self._unsaved and self._roots else ""
+        self._unsaved = False
+        if driver and self._roots:
+            xids = [[*key, *value] for key, value in self._seen.items()]
+            with suppress(OSError, HpmlError):
+                path = os.path.join(self._roots.run, _FILE)
+                write_json(path, {"driver": driver, "xids": xids})
 
     def add(self, uuid: str, xid: int, when: float) -> None:
         """Count an error.
@@ -49,6 +84,7 @@ class XidLog:
             name = "other"
         count, _ = self._seen.get((uuid, name), (0, 0.0))
         self._seen[uuid, name] = (count + 1, when)
+        self._unsaved = True
 
     def families(self, shown: Collection[str]) -> list[Metric]:
         """Return all errors, including those of lost GPUs, which explain the loss.
@@ -103,13 +139,26 @@ class XidEvents:
         for _ in range(_AT_ONCE):
             # Any error ends the loop, GPU_IS_LOST too: the readers find out which GPU it is.
             if self._wait(*self._arguments) != SUCCESS:
-                return
+                break
             uuid = self._uuids.get(self._event.device or 0)
             if uuid is not None and self._event.type & _XID:
                 log.add(uuid, self._event.data, when)
+        log.save()
 
     def close(self) -> None:
         """Release the event set."""
         if self._open:
             self._open = False
             self._free(self._set)
+
+
+def _driver(roots: Roots) -> str:
+    """Return what names one loading of the driver's kernel module; empty without one.
+
+    The kernel never gives the number of a directory in sysfs twice until the next boot.
+    """
+    try:
+        number = os.stat(f"{roots.sys}/module/nvidia").st_ino
+    except OSError:
+        return ""
+    return f"{procfs.text(f'{roots.proc}/sys/kernel/random/boot_id')}/{number}"

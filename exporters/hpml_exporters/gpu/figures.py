@@ -75,6 +75,7 @@ _ERRORS = Quantity(2.0**32 - 2)
 _ROWS = Quantity(1e6)
 _LANES = Quantity(64)
 _FLAG = Quantity(1)
+_ACTION = Quantity(15)
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,14 @@ FIGURES: Sequence[GpuFigure] = (
         every=10,
     ),
     _figure(
+        "recovery_action",
+        "What the driver asks for so that the GPU works again: 0 nothing, 1 a reset of the GPU,"
+        " 2 a reboot of the node, 3 that peer-to-peer traffic is drained, 4 that and a reset,"
+        " 5 recovery of the IMEX domain, 6 a reset of its bus, 7 a reboot of the system.",
+        Field(230, _ACTION),
+        every=10,
+    ),
+    _figure(
         "ecc_errors_total",
         "Memory errors since the driver was loaded, corrected or uncorrected.",
         every=30,
@@ -560,7 +569,8 @@ GPUS = metric(
 )
 XID_ERRORS = metric(
     "hpml_gpu_xid_errors_total",
-    "Errors that the driver reported (XID) since the exporter started.",
+    "Errors that the driver reported (XID) since it was loaded and an exporter looked; those of"
+    " before a restart of the node's exporter are kept in /run/hpml/xids.json.",
     "uuid xid",
     source="nvmlEventSetWait_v2",
 )
