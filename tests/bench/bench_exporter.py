@@ -1,13 +1,14 @@
 """The exporter of a node against nvitop-exporter, on the same simulated GPUs in the same minutes.
 
     python tests/bench/bench_exporter.py [--quick] [--seconds N] [--scrapes N] [--epochs N]
-                                         [--gpus N] [--jobs N] [--processes N]
+                                         [--gpus N] [--jobs N] [--processes N] [--without NAMES]
 
 Both run side by side on one node of 8 simulated GPUs, 20 jobs and 500 processes
 (exporter_load.py), and read the GPUs at 1 Hz. Each is scraped every 10 s for N seconds, on a
 connection that stays open, as Prometheus does; meanwhile its CPU time is taken from the kernel's
 clock of the process. Then come timed scrapes, half a second apart. nvitop-exporter exports GPUs and
-their processes only, ours everything.
+their processes only, ours everything: `--without
+processes,shm,disks,infiniband,nfs,lustre,health,training` leaves what both show.
 
 Then a small training runs while our exporter is stopped (SIGSTOP) in every other epoch, and
 epochs are compared with their neighbours. Nothing is pinned: the exporter competes with
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,13 +152,14 @@ def running(
                 process.wait()
 
 
-def ours(load: Load) -> contextlib.AbstractContextManager[Exporter]:
+def ours(load: Load, without: Sequence[str] = ()) -> contextlib.AbstractContextManager[Exporter]:
     """Our exporter, as `hpml export node` starts it."""
     port = free_port()
     run = load.scratch / "run"
     run.mkdir(mode=0o755, exist_ok=True)
     options = {
         "listen": f"127.0.0.1:{port}",
+        "without": list(without),
         "roots": {"cgroup": str(load.cgroup), "run": str(run)},
     }
     words = [sys.executable, "-P", "-m", "hpml_exporters", json.dumps(options)]
@@ -304,6 +306,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--processes", type=int, default=500)
+    parser.add_argument("--without", default="", help="collectors of ours that are off")
     options = parser.parse_args()
     usual = (20.0, 20, 9) if options.quick else (120.0, 200, 61)
     given = (options.seconds, options.scrapes, options.epochs)
@@ -313,7 +316,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hpml-bench-") as scratch:
         load = Load(options.gpus, options.jobs, options.processes, Path(scratch))
         with loaded(load):
-            with ours(load) as mine, peer(load) as other:
+            without = [name for name in options.without.split(",") if name]
+            with ours(load, without) as mine, peer(load) as other:
                 measure([mine, other], seconds, int(scrapes))
                 report(load, mine, other)
                 wrong = faults(load, mine, other)

@@ -364,17 +364,24 @@ class Server(ThreadingHTTPServer):
             self._clients.add(request)
             self.counters.connections = len(self._clients)
             self.counters.accepted += 1
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._forget(request)
+            raise
+
+    def _forget(self, client: socket.socket) -> None:
+        with self.lock:
+            self._clients.discard(client)
+            self.counters.connections = len(self._clients)
+        self._room.release()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a client until its end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self.lock:
-                self._clients.discard(request)
-                self.counters.connections = len(self._clients)
-            self._room.release()
+            self._forget(request)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Shake hands if this is a TLS port, then serve requests."""
