@@ -218,10 +218,7 @@ class JobSummary:
     def _count(self, key: str, value: float, *, before: float) -> float:
         """Note a counter; returns what it has grown since the last look.
 
-        Args:
-            key: of the counter.
-            value: that was read.
-            before: what it counted for this job when it was first read, by any exporter.
+        `before` is what it counted for this job when any exporter first read it.
         """
         known = self._counts.get(key)
         if known is None:

@@ -222,8 +222,10 @@ def test_exporters_stay_small() -> None:
         known = imports(path)
         ours = {room_of(name) for name in known if name.split(".")[0] == NAME}
         assert ours <= OURS_FOR_EXPORTERS, path
-        assert not {name.split(".")[0] for name in known} & TOO_HEAVY, path
-        at_once = imported_at_once(path)
+        # The web-config file's model is loaded by the server where there is such a file.
+        model = {"pydantic", "pydantic_core"} if path.name == "config.py" else set()
+        assert not {name.split(".")[0] for name in known} & TOO_HEAVY - model, path
+        at_once = imported_at_once(path) - model
         # GPUs' modules are imported by their own thread.
         late = {"nvitop", "pynvml"} if path.parent.name == "gpu" else set()
         known = {*sys.stdlib_module_names, NAME, EXPORTER, "prometheus_client"} | late
