@@ -261,6 +261,26 @@ def test_two_jobs_share_a_node(
     assert server.query("hpml_exporter_errors_total > 0") == []
 
 
+def test_gpus_of_an_allocation_without_a_process(
+    node: Node, exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus
+) -> None:
+    """`salloc` that never starts a step has GPUs, and nobody has opened them."""
+    gpusim.write(four_gpus())
+    here = exporter("--job-interval", "1", "--process-interval", "1", *node.options, gpus=gpusim)
+    server = prometheus([static("node", here.address)])
+    done = node.cluster.run("salloc", "--no-shell", "--gres=gpu:2", "--time=10")
+    (jobid,) = re.findall(r"Granted job allocation (\d+)", done.stderr)
+    of_job = f'{{jobid="{jobid}"}}'
+    try:
+        server.wait_for(f"hpml_job_gpus_allocated{of_job} == 2")
+        unopened = server.query(f"hpml_job_gpu_processes{of_job} == 0")
+        assert len({one.labels["uuid"] for one in unopened}) == 2
+        assert server.value(f"hpml_job_processes{of_job}") == 0
+    finally:
+        node.cluster.run("scancel", jobid)
+    server.wait_for(f"hpml_job_info{of_job}", good=lambda found: not found)
+
+
 @contextlib.contextmanager
 def training(node: Node, **fields: Any) -> Iterator[tuple[Job, Desk, str]]:
     """Run the trainer through hpml for as long as the block lasts; gives the run's id too."""

@@ -1,9 +1,11 @@
-"""Finds the jobs of this node: in control groups, and by the environments of processes.
+"""Finds the jobs of this node: in control groups, by processes' environments, and by maps.
 
 `SLURM_JOB_ID` in an environment identifies a job if Slurm uses no control groups
 (proctrack/linuxproc), and always for a run of hpml's local backend, whose SLURM_CLUSTER_NAME is
 `local-` and six digits. Users can write anything into an environment: so a job has only the
 processes of the user who used its id first, and the jobs of a user have a limit.
+
+The prolog's map of a job (`identity.read_map`) says that the job lives, with processes or without.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass, replace
 from hpml_exporters.core import procfs
 from hpml_exporters.jobs.board import LOCAL_CLUSTER, Jobs, JobSeen
 from hpml_exporters.jobs.cgroups import FoundJob, GroupJobs
-from hpml_exporters.jobs.identity import Identities
+from hpml_exporters.jobs.identity import Identities, mapped_jobs
 from hpml_exporters.options import NodeOptions
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class JobFinder:
         roots = options.roots
         self._is_own = options.job is not None
         self._only = options.job.key if options.job else ""
+        self._run = roots.run
         # A Slurm job may have the same number as a local run.
         is_local = options.job is not None and options.job.cluster
         self._groups = None if is_local else GroupJobs(roots.proc, roots.cgroup, self._only)
@@ -58,6 +61,7 @@ class JobFinder:
         self._identities = Identities(roots, options.job)
         self._has_groups = False
         self._left_out: set[str] = set()
+        self._refused: set[str] = set()
         self._warned: set[str] = set()
 
     def look(self, now: float) -> Jobs:
@@ -73,6 +77,12 @@ class JobFinder:
             self._identities.keep(())
         if not (self._is_own and self._has_groups):
             found += self._in_environments(found, now)
+        if not self._is_own:
+            # The prolog's map says that a job lives which has no process here: `salloc` before its
+            # first step, and a job between two steps.
+            found += map(
+                FoundJob, mapped_jobs(self._run, {job.key for job in found} | self._refused)
+            )
         parts: dict[str, list[FoundJob]] = {}
         for job in found:
             parts.setdefault(job.key, []).append(job)
@@ -95,7 +105,7 @@ class JobFinder:
             processes = {pid: one for pid, one in processes.items() if one.cluster}
         jobs: dict[str, FoundJob] = {}
         of_user = Counter[int]()
-        refused = set()
+        self._refused = set()
         # Oldest first: a job id belongs to the user whose process had it first, so nobody can join
         # another user's job by setting a variable.
         for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
@@ -104,17 +114,17 @@ class JobFinder:
                 continue
             if job.key not in jobs:
                 if of_user[one.uid] >= MOST_PER_USER or len(jobs) >= _MOST:
-                    refused.add(job.key)
+                    self._refused.add(job.key)
                     continue
                 of_user[one.uid] += 1
             job = jobs.setdefault(job.key, job)
             if job.uid == one.uid:
                 job.steps.setdefault(one.step, set()).add(pid)
-        if refused:
+        if self._refused:
             self._warn_once(
                 "limit",
-                f"{len(refused)} jobs are not shown: the limit for jobs without control groups is"
-                f" {MOST_PER_USER} per user, {_MOST} in all",
+                f"{len(self._refused)} jobs are not shown: the limit for jobs without control"
+                f" groups is {MOST_PER_USER} per user, {_MOST} in all",
             )
         return list(jobs.values())
 

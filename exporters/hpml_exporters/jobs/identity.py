@@ -16,11 +16,15 @@ from hpml_exporters.core import procfs
 from hpml_exporters.jobs.board import JobFacts, facts_of
 from hpml_exporters.jobs.cgroups import FoundJob
 from hpml_exporters.options import Roots
+from hpml_orchestrator.records.files import names_in
 
 LARGEST_MAP = 16384  # bytes; templates/prolog writes less than 4 KiB
 # Whatever is in the place of a map, a link must not lead elsewhere and a FIFO must not block.
 _MAP_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MAP_NAME = re.compile(r"[1-9][0-9]{0,9}\.json", re.ASCII)
+_MOST_MAPS = 4096
+_OVERTIME_SECONDS = 86400.0
 _SCHEMA = 1
 _VARIABLES = {
     "account": "SLURM_JOB_ACCOUNT",
@@ -212,6 +216,32 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     return facts if facts and facts.jobid == jobid else None
+
+
+def mapped_jobs(run: str, seen: Collection[str]) -> list[str]:
+    """Return the ids of further jobs that the prolog's maps in `{run}/jobs` name.
+
+    The epilog removes a job's map. One that it left behind ends with the next job on its GPUs, or
+    a day after its time limit, which may have been extended.
+
+    Args:
+        run: directory of the node's maps.
+        seen: ids of the jobs that were found by their processes.
+    """
+    names = sorted(names_in(f"{run}/jobs"))[:_MOST_MAPS]
+    jobids = [name.removesuffix(".json") for name in names if _MAP_NAME.fullmatch(name)]
+    maps = [facts for jobid in jobids if (facts := read_map(run, jobid)) is not None]
+    newest: dict[str, JobFacts] = {}
+    for facts in sorted(maps, key=lambda one: (one.jobid in seen, one.start, int(one.jobid))):
+        newest.update(dict.fromkeys(facts.gpus or (), facts))
+    now = time.time()
+    return [
+        facts.jobid
+        for facts in maps
+        if facts.jobid not in seen
+        and (not facts.end or now < facts.end + _OVERTIME_SECONDS)
+        and all(newest[gpu] is facts for gpu in facts.gpus or ())
+    ]
 
 
 def _first(job: FoundJob) -> Iterable[tuple[str, int]]:

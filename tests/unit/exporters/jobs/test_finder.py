@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hpml_exporters.jobs.board import Jobs
@@ -188,6 +190,48 @@ def test_jobs_without_processes(machine: Machine) -> None:
     assert [set(finder.look(now).by_id) for now in (5, 10, 15)] == [{"77"}, {"77"}, set()]
     empty(machine, V2, "0\n")  # processes outside of the exporter's process-id namespace
     assert pids(finder.look(20)) == {"77": set()}
+
+
+def mapped(machine: Machine, jobid: str, *gpus: str, **more: Any) -> Path:
+    """Leave the prolog's map of a job; returns its path."""
+    path = machine.run / "jobs" / f"{jobid}.json"
+    path.parent.mkdir(mode=0o755, exist_ok=True)
+    facts = {"jobid": jobid, "uid": 1000, "user": "ada", "start": 100, "gpus": gpus}
+    path.write_text(json.dumps({"schema_version": 1, **facts, **more}))
+    path.chmod(0o644)
+    return path
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["control groups", "none"])
+def test_a_map_says_that_its_job_lives(machine: Machine, *, grouped: bool) -> None:
+    """`salloc` has no process before its first step; the epilog takes the map away."""
+    if grouped:
+        version_2(machine)
+    path = mapped(machine, "78", "4", "5")
+    (path.parent / ".79.123").touch()  # a draft of the prolog's
+    finder = JobFinder(machine.options)
+    for now in (0, 5, 100):
+        jobs = finder.look(now)
+        assert set(jobs.by_id) == {"78"} | ({"77"} if grouped else set())
+        seen = jobs.by_id["78"]
+        assert (seen.pids, seen.facts.gpus, seen.facts.user) == (frozenset(), ("4", "5"), "ada")
+        assert (seen.facts.uid, seen.facts.start) == (1000, 100)
+    assert "78" not in JobFinder(machine.only("77")).look(0).by_id
+    path.unlink()
+    assert "78" not in finder.look(105).by_id
+
+
+def test_maps_that_their_epilog_left_behind(machine: Machine) -> None:
+    """They end with the next job on their GPUs, or a day after their time limit."""
+    version_2(machine)
+    mapped(machine, "77", "0")
+    mapped(machine, "60", "0")  # 77 has processes
+    mapped(machine, "61", "1", "2")
+    mapped(machine, "62", "2", start=101)
+    mapped(machine, "63", "3", end=200)
+    mapped(machine, "64", "4", end=int(time.time()) - 3600)  # the limit may have been extended
+    mapped(machine, "65")
+    assert set(look(machine).by_id) == {"77", "62", "64", "65"}
 
 
 def test_inside_of_a_job_only_that_job_is_seen(machine: Machine) -> None:

@@ -70,9 +70,7 @@ def facts(machine: Machine, finder: JobFinder | None = None, now: float = 0) -> 
 def test_what_the_prolog_says_wins(machine: Machine) -> None:
     """The environment, which the user can change, only fills in; a requeued job is read again."""
     write(machine)
-    machine.run.joinpath("jobs/78.json").write_text(json.dumps({**MAP, "jobid": "78"}))
     finder = JobFinder(machine.options)
-    assert set(finder.look(0).by_id) == {"77"}, "a map alone makes no job"
     given = {key: value for key, value in MAP.items() if key != "schema_version"}
     assert facts(machine) == JobFacts(**{**given, "name": "mine", "gpus": ("1", "3")})
     for gpus in (["2"], [], None):
