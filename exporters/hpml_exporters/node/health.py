@@ -1,14 +1,17 @@
 """What makes a node unfit for jobs: its clock, file systems, memory, links, heat, stuck processes.
 
-A process in uninterruptible sleep waits for a disk or a file server and cannot be ended. Most do so
-for milliseconds; one that is found in two readings in a row is counted as stuck.
+A process in uninterruptible sleep waits for a disk or a file server and cannot be ended. Loaders
+that read from a busy server are in that state at almost every reading, but wake up in between: only
+a process without a context switch for ten minutes is stuck.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
@@ -23,18 +26,18 @@ from hpml_orchestrator.records.mounts import parse_mounts
 
 _SYNCHRONIZED = metric(
     "hpml_node_clock_synchronized",
-    "Whether the kernel's clock is synchronised, by NTP or PTP.",
-    source="adjtimex(2), without STA_UNSYNC",
+    "Whether the clock is synchronised, by NTP or PTP: its error is known to be below 16 s.",
+    source="adjtimex(2), maxerror or STA_UNSYNC, which chrony sets without rtcsync",
 )
 _CLOCK_ERROR = metric(
     "hpml_node_clock_error_seconds",
-    "How far the clock may be off at most, by the kernel's own estimate.",
+    "How far the clock may be off at most, by the kernel's own estimate; 16 s: unknown.",
     source="adjtimex(2), maxerror",
 )
 _STUCK = metric(
     "hpml_node_stuck_processes",
-    "Processes in uninterruptible sleep in this reading and in the one before.",
-    source="/proc/*/stat, state D",
+    "Processes in uninterruptible sleep without a context switch for ten minutes.",
+    source="/proc/*/stat, state D, and /proc/*/status",
 )
 _ZOMBIES = metric(
     "hpml_node_zombies",
@@ -83,7 +86,12 @@ SPECS = (
     _LINK_LOSSES,
 )
 
+_LOG = logging.getLogger(__name__)
 _STA_UNSYNC = 0x0040
+_UNKNOWN_ERROR_SECONDS = 16.0  # the kernel's ceiling, NTP_PHASE_LIMIT
+_STUCK_SECONDS = 600.0
+_KTHREADD = 2
+_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 _MAX_CHIPS = 32
 _MAX_DEVICES = 32
 
@@ -102,6 +110,23 @@ class _Timex(ctypes.Structure):
     )
 
 
+Sleeper = tuple[int, int, int]
+Clock = Callable[[], tuple[int, float]]
+"""Returns adjtimex(2)'s status and maxerror in seconds, or raises OSError."""
+
+
+def read_clock() -> tuple[int, float]:
+    """Return the kernel's state of the clock; see Clock.
+
+    Raises:
+        OSError: the kernel refuses, as under a filter of system calls without `adjtimex`.
+    """
+    state = _Timex()
+    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
+    return state.status, state.maxerror / 1e6
+
+
 @dataclass(frozen=True)
 class Chip:
     """The hottest sensor of a chip, and its critical temperature, in degrees Celsius."""
@@ -112,11 +137,17 @@ class Chip:
 
 @dataclass(frozen=True)
 class Health:
-    """What one reading found; see the metrics. Mappings are by mount point, chip or device."""
+    """What one reading found; see the metrics. Mappings are by mount point, chip or device.
+
+    Attributes:
+        clock_refused: why the clock cannot be read; empty if it can.
+        sleeping: users' processes in uninterruptible sleep: id, start time and context switches.
+    """
 
     synchronized: bool | None = None
     clock_error_seconds: float | None = None
-    sleeping: frozenset[tuple[int, int]] = frozenset()  # process ids with their start times
+    clock_refused: str = ""
+    sleeping: frozenset[Sleeper] = frozenset()
     zombies: int = 0
     read_only: dict[tuple[str, str], bool] = field(default_factory=dict)
     corrected_errors: int | None = None
@@ -125,19 +156,27 @@ class Health:
     link_losses: dict[str, int] = field(default_factory=dict)
 
 
-def read_health(proc: str = "/proc", sys: str = "/sys") -> Health:
+def read_health(proc: str = "/proc", sys: str = "/sys", clock: Clock = read_clock) -> Health:
     """Return what makes the node unfit, as far as it can be read without waiting.
 
     Args:
         proc: mount point of procfs.
         sys: mount point of sysfs.
+        clock: asks the kernel.
     """
-    synchronized, error = _clock()
+    synchronized, error, refused = None, None, ""
+    try:
+        status, error = clock()
+        # chrony without `rtcsync` leaves STA_UNSYNC set, and still gives the kernel its error.
+        synchronized = not status & _STA_UNSYNC or error < _UNKNOWN_ERROR_SECONDS
+    except OSError as reason:
+        refused = reason.strerror or str(reason)
     sleeping, zombies = _processes(proc)
     mounts = parse_mounts(os.fsdecode(read_or_empty(f"{proc}/self/mountinfo")))
     return Health(
         synchronized=synchronized,
         clock_error_seconds=error,
+        clock_refused=refused,
         sleeping=frozenset(sleeping),
         zombies=zombies,
         read_only={
@@ -162,15 +201,21 @@ class NodeHealth:
     def __init__(self, context: Context) -> None:
         self.interval = 3 * context.options.node_interval  # it looks at every process of the node
         self._roots = context.options.roots
-        self._before: frozenset[tuple[int, int]] = frozenset()
+        self._asleep: dict[Sleeper, float] = {}  # since when
+        self._warned = False
 
-    def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
+    def sample(self, now: float) -> list[Metric]:
         """Return the families as they are now; see `Collector.sample`."""
         if not process_ids(self._roots.proc):
             raise NotHereError(f"no processes in {self._roots.proc}")
         health = read_health(self._roots.proc, self._roots.sys)
+        if health.clock_refused and not self._warned:
+            self._warned = True
+            _LOG.warning("collector health: the clock is not watched: %s", health.clock_refused)
+        self._asleep = {one: self._asleep.get(one, now) for one in health.sleeping}
+        stuck = [since for since in self._asleep.values() if now - since >= _STUCK_SECONDS]
         rows: dict[MetricSpec, list[Row]] = {
-            _STUCK: [((), len(health.sleeping & self._before))],
+            _STUCK: [((), len(stuck))],
             _ZOMBIES: [((), health.zombies)],
             _READ_ONLY: [(labels, int(is_so)) for labels, is_so in health.read_only.items()],
             _TEMPERATURE: [((name,), chip.celsius) for name, chip in health.chips.items()],
@@ -192,7 +237,6 @@ class NodeHealth:
         if health.synchronized is not None and health.clock_error_seconds is not None:
             rows[_SYNCHRONIZED] = [((), int(health.synchronized))]
             rows[_CLOCK_ERROR] = [((), health.clock_error_seconds)]
-        self._before = health.sleeping
         return families({spec: rows.get(spec, []) for spec in SPECS})
 
     def close(self) -> None:
@@ -202,22 +246,14 @@ class NodeHealth:
 make = NodeHealth
 
 
-def _clock() -> tuple[bool | None, float | None]:
-    """Return whether the clock is synchronised, and its largest error in seconds."""
-    state = _Timex()
-    try:
-        failed = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0
-    except (OSError, AttributeError):
-        failed = True
-    return (None, None) if failed else (not state.status & _STA_UNSYNC, state.maxerror / 1e6)
-
-
-def _processes(proc: str) -> tuple[list[tuple[int, int]], int]:
+def _processes(proc: str) -> tuple[list[Sleeper], int]:
     sleeping, zombies = [], 0
     for pid in process_ids(proc):
         found = stat(proc, pid)
-        if found is not None and found.state == "D":
-            sleeping.append((pid, found.start))
+        # Some of the kernel's own threads sleep so for ever.
+        if found is not None and found.state == "D" and found.parent != _KTHREADD:
+            switches = _SWITCHES.findall(text(f"{proc}/{pid}/status"))
+            sleeping.append((pid, found.start, sum(map(int, switches))))
         zombies += found is not None and found.state == "Z"
     return sleeping, zombies
 

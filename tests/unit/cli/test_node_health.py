@@ -72,7 +72,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def test_the_collector(node: Path) -> None:
-    """A process in uninterruptible sleep counts from the second reading on, if it is the same."""
+    """What a healthy node shows, at the first reading."""
     collector = make(context(proc=node / "proc", sys=node / "sys"))
     first = sampled(collector)
     assert first["hpml_node_stuck_processes",] == 0
@@ -86,9 +86,48 @@ def test_the_collector(node: Path) -> None:
     assert first["hpml_network_link_down_total", "eth0"] == 2
     assert ("hpml_network_link_down_total", "lo") not in first
     assert first["hpml_node_clock_error_seconds",] >= 0
-    assert sampled(collector)["hpml_node_stuck_processes",] == 1
-    write(node / "proc", {"20/stat": STAT.format(pid=20, state="D", start=99)})  # another process
-    assert sampled(collector)["hpml_node_stuck_processes",] == 0
+
+
+def test_stuck_processes(node: Path) -> None:
+    """The same process without a context switch for ten minutes, and none of the kernel's own.
+
+    A loader on a busy file server (21) is in uninterruptible sleep at each reading, and moves on.
+    """
+    kthread = STAT.format(pid=30, state="D", start=30).replace(" D 1 ", " D 2 ")
+    write(node / "proc", {"30/stat": kthread, "30/status": switches(4)})
+    collector = make(context(proc=node / "proc", sys=node / "sys"))
+
+    def stuck(minutes: float, *, start: int = 20) -> float:
+        files = {"20/stat": STAT.format(pid=20, state="D", start=start), "20/status": switches(7)}
+        files |= {"21/stat": STAT.format(pid=21, state="D", start=21)}
+        write(node / "proc", files | {"21/status": switches(round(10 * minutes))})
+        return sampled(collector, 60 * minutes)["hpml_node_stuck_processes",]
+
+    counts = [stuck(minutes) for minutes in (0, 0.5, 5, 9.5, 10, 30)]
+    assert counts == [0, 0, 0, 0, 1, 1]
+    assert stuck(31, start=99) == 0, "another process of that number"
+
+
+def switches(count: int) -> str:
+    """The end of /proc/PID/status."""
+    return f"Threads:\t1\nvoluntary_ctxt_switches:\t{count}\nnonvoluntary_ctxt_switches:\t3\n"
+
+
+UNSYNC = 0x40
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "synchronized"),
+    [
+        (0x2001, 0.004, True),
+        (0x2001, 1.5, True),  # 500 ppm for 50 minutes without an update
+        (UNSYNC, 0.02, True),  # chrony without rtcsync: the right bound, and the flag
+        (UNSYNC, 16.0, False),
+    ],
+)
+def test_a_clock_is_judged_by_its_error(status: int, error: float, *, synchronized: bool) -> None:
+    """The flag alone says nothing: not every daemon clears it."""
+    assert read_health(clock=lambda: (status, error)).synchronized is synchronized
 
 
 def test_a_file_system_that_became_read_only(node: Path) -> None:
