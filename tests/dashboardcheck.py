@@ -24,11 +24,11 @@ RULES = assets.path("deploy/prometheus/rules")
 
 UNUSED: Mapping[str, str] = {
     "in the record of a run, for accounting": "hpml_gpu_energy_joules_total "
-    "hpml_job_memory_peak_bytes hpml_job_io_syscall_read_bytes_total "
-    "hpml_job_io_syscall_write_bytes_total",
+    "hpml_job_memory_peak_bytes hpml_job_io_syscall_read_bytes_total",
     "read by hpml top": "hpml_gpu_utilization_ratio",
     "for dashboards of DCGM, see rules/optional": "hpml_gpu_memory_utilization_ratio "
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio",
+    "why jobs wait in one partition": "hpml_slurm_jobs_pending",
     "why a job has no figures of its reads and writes": "hpml_job_unreadable_processes",
 }
 """Exported metrics that no dashboard shows and no alert watches, by the reason."""

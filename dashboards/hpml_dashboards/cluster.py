@@ -34,8 +34,8 @@ def _wait(share: float, by: str = "le") -> str:
 
 
 _NODES = _slurm("nodes")
-_PENDING = or_zero(_sum("jobs", state="pending"), _NODES)
-_RUNNING = or_zero(_sum("jobs", state="~running|completing"), _NODES)
+_PENDING = or_zero(_sum("queue_jobs", state="pending"), _NODES)
+_RUNNING = or_zero(_sum("queue_jobs", state="~running|completing"), _NODES)
 # Sums that Prometheus records: what this dashboard costs must not grow with the nodes.
 _GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
@@ -78,7 +78,8 @@ Jobs by what holds them back: Running jobs with each finding of hpml report, and
     they have; a job may have several. Many with one: storage, a node type or a habit to look at.
 Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition's nodes, and its jobs. A node in several partitions counts in
-    each; By its jobs is what the partition's own jobs have. Idle and pending: look at limits.
+    each. Powered down: Slurm starts them when a job needs them. By its jobs is what the partition's
+    own jobs have. Idle and pending: look at limits.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
 Nodes that need somebody: Nodes that are down, and the reason that Slurm reports. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
@@ -160,6 +161,7 @@ _CONTENT: list[Panel | str] = [
             "Used": _sum("partition_gpus", "partition", state="allocated"),
             "Idle": _sum("partition_gpus", "partition", state="idle"),
             "Down": _sum("partition_gpus", "partition", state="down"),
+            "Powered down": _sum("partition_gpus", "partition", state="powered_down"),
             "By its jobs": f"max by (partition) (hpml:partition_gpus_allocated:sum{_ALL})",
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
             "Pending": _sum("jobs", "partition", state="pending"),
@@ -182,14 +184,14 @@ _CONTENT: list[Panel | str] = [
     listing(
         "Nodes that need somebody",
         "node state reason",
-        {"-": _slurm("node_reason_info")},
+        {"-": _slurm("node_reason_info", state="!~powered_down|rebooting")},
         none="No node is down",
     ),
     lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8),
     lines(
         "Pending by reason",
         "count",
-        {"{{reason}}": _sum("jobs_pending", "reason")},
+        {"{{reason}}": _sum("queue_jobs", "reason", state="pending")},
         width=8,
         none="No job is pending",
     ),

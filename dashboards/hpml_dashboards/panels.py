@@ -119,11 +119,12 @@ _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def select(metric: str, **labels: str) -> str:
-    """Return a metric's series with these labels; a value that begins with ~ is an expression."""
-    matchers = (
-        f'{name}=~"{value[1:]}"' if value.startswith("~") else f'{name}="{value}"'
-        for name, value in labels.items()
-    )
+    """Return a metric's series with these labels; ~ or !~ before a value make it an expression."""
+    matchers = []
+    for name, value in labels.items():
+        sign = next((sign for sign in ("!~", "~") if value.startswith(sign)), "")
+        operator = {"": "=", "~": "=~", "!~": "!~"}[sign]
+        matchers.append(f'{name}{operator}"{value.removeprefix(sign)}"')
     return f"{metric}{{{', '.join(matchers)}}}"
 
 

@@ -79,27 +79,27 @@ def node_state(states: frozenset[str]) -> str:
     >>> node_state(frozenset({"MIXED", "DRAIN"})), node_state(frozenset({"IDLE", "DRAIN"}))
     ('draining', 'drained')
     >>> node_state(frozenset({"IDLE", "PLANNED"})), node_state(frozenset({"DOWN", "DRAIN"}))
-    ('planned', 'down')
+    ('planned', 'drained')
     """
-    if states & _DOWN:
-        return "down"
-    if states & _DRAIN:
-        return "draining" if states & _BUSY else "drained"
-    if states & _MAINTENANCE:
-        return "maintenance"
-    # Below here only idle nodes differ: a busy node that is marked for a reboot or a power-down
+    # Only idle nodes differ in some states: a busy node that is marked for a reboot or a power-down
     # still works on its jobs, and that is what users look for.
-    if not states & _BUSY:
-        if states & _REBOOT:
-            return "rebooting"
-        if states & _POWER:
-            return "powered_down"
-        if states & _BLOCKED:
-            return "blocked"
-    for state in ("ALLOCATED", "MIXED", "COMPLETING", "RESERVED", "PLANNED", "IDLE"):
-        if state in states:
-            return state.lower()
-    return "unknown"
+    idle = frozenset[str]() if states & _BUSY else states
+    # A node that Slurm switches on or off does not answer, and nothing is wrong.
+    silent = {"NOT_RESPONDING"} if states & _POWER else frozenset[str]()
+    judged = (
+        ("rebooting", idle & {"REBOOT_ISSUED", "REBOOT"}),  # whatever else until it answers again
+        ("drained", idle & _DRAIN),  # as in sinfo, also if it is off meanwhile
+        ("draining", states & _DRAIN),
+        ("down", states & _DOWN - silent),
+        ("maintenance", states & _MAINTENANCE),
+        ("rebooting", idle & _REBOOT),
+        ("powered_down", idle & _POWER),
+        ("blocked", idle & _BLOCKED),
+    )
+    base = "ALLOCATED MIXED COMPLETING RESERVED PLANNED IDLE".split()
+    words = [word for word, causes in judged if causes]
+    words += [state.lower() for state in base if state in states]
+    return words[0] if words else "unknown"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class FakeSource:
         """Return all jobs so far."""
         self.looks += 1
         ended = [
-            QueueRow(f"{look}{state}", state, "", "main", "normal", "ada", 1, 1000, start, 5000)
+            QueueRow(f"{look}{state}", state, "", ("main",), "normal", "ada", 1, 1000, start, 5000)
             for look in range(self.looks)
             for state, start in (("FAILED", 1000 + WAITS[0]), ("COMPLETED", 1000 + WAITS[1]))
         ]

@@ -27,6 +27,7 @@ _BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400
 _LABELS_MAX = 200
 _WITHDRAWN = frozenset({"CANCELLED", "DEADLINE", "REVOKED"})
 _OTHER = "other"
+_AWAY = frozenset("down drained maintenance rebooting powered_down".split())
 _MICROSECOND = 1e-6
 
 _Rows: TypeAlias = dict[MetricSpec, Iterable[Row]]
@@ -89,6 +90,7 @@ class SlurmCollector:
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
 
     def _job_rows(self, jobs: list[QueueRow]) -> _Rows:
+        queue: _Counts = Counter()
         states: _Counts = Counter()
         reasons: _Counts = Counter()
         users: _Counts = Counter()
@@ -96,12 +98,15 @@ class SlurmCollector:
             if job.state in ENDED:
                 continue
             state = job.state.lower()
-            states[state, job.partition, job.qos] += job.tasks
-            if job.reason:
-                reasons[job.partition, job.reason] += job.tasks
+            queue[state, job.reason] += job.tasks
+            for partition in job.partitions:
+                states[state, partition, job.qos] += job.tasks
+                if job.reason:
+                    reasons[partition, job.reason] += job.tasks
             if self._users:
                 users[job.user, state] += job.tasks
         return {
+            m.QUEUE: queue.items(),
             m.JOBS: states.items(),
             m.REASONS: reasons.items(),
             m.USER_JOBS: _capped(users).items(),
@@ -129,13 +134,13 @@ class _History:
                 key = job.id, job.start
                 now.add(key)
                 if not first and key not in before and job.eligible:
-                    self._waited[job.partition].add(job.start - job.eligible)
+                    self._waited[job.partitions[0]].add(job.start - job.eligible)
             if job.state in ENDED:
                 # squeue lists an ended job for some minutes, so several refreshes see it.
                 over = job.id, job.end
                 ended.add(over)
                 if not first and over not in self._ended_before:
-                    self._ended[job.partition, job.state.lower()] += job.tasks
+                    self._ended[job.partitions[0], job.state.lower()] += job.tasks
         self._started, self._ended_before = now, ended
 
     def rows(self) -> _Rows:
@@ -178,22 +183,33 @@ def _node_rows(nodes: Iterable[ClusterNode]) -> _Rows:
     reasons: list[Row] = []
     for node in nodes:
         counts[m.NODES][(node.state,)] += 1
-        rest = "idle" if node.usable else "down"
+        rest = node.free_state
         counts[m.CPUS][("allocated",)] += node.cpus_allocated
         counts[m.CPUS][(rest,)] += max(node.cpus - node.cpus_allocated, 0)
         if node.gpus:
             counts[m.NODE_GPUS][(node.name,)] = sum(node.gpus.values())
-        # Slurm may give the type of GPUs in only one of its two fields.
-        every = sum(node.gpus_allocated.values()) if len(node.gpus) == 1 else 0
-        for kind, total in node.gpus.items():
-            allocated = node.gpus_allocated.get(kind, every)
+        for kind, (total, allocated) in _by_type(node).items():
             for state, amount in (("allocated", allocated), (rest, max(total - allocated, 0))):
                 counts[m.GPUS][kind, state] += amount
                 for partition in node.partitions:
                     counts[m.PARTITION_GPUS][partition, kind, state] += amount
-        if node.reason:
+        if node.reason or node.state in _AWAY:
             reasons.append(((node.name, node.state, node.reason), 1))
     return {**{spec: found.items() for spec, found in counts.items()}, m.REASON: reasons}
+
+
+def _by_type(node: ClusterNode) -> dict[str, tuple[int, int]]:
+    """Return total and allocated GPUs of each type.
+
+    Slurm may give the type in only one of its two fields. If it does not say which of several
+    types a job has, all of the node's GPUs are of an unknown type, so that the counts are right.
+    """
+    used, total = sum(node.gpus_allocated.values()), sum(node.gpus.values())
+    if len(node.gpus) == 1:
+        return dict.fromkeys(node.gpus, (total, used))
+    if node.gpus and sum(node.gpus_allocated.get(kind, 0) for kind in node.gpus) != used:
+        return {"": (total, used)}
+    return {kind: (count, node.gpus_allocated.get(kind, 0)) for kind, count in node.gpus.items()}
 
 
 def _other_rows(view: View) -> _Rows:

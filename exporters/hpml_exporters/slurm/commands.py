@@ -118,7 +118,7 @@ def _jobs_of(text: str) -> Iterator[QueueRow]:
             job_id,
             state.partition(" ")[0],
             head_of_reason(reason) if pending else "",
-            partition,
+            tuple(partition.split(",")),
             qos,
             user,
             count_tasks(job_id) if "[" in job_id else 1,

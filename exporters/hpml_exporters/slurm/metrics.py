@@ -21,9 +21,17 @@ _OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
 
 AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
 
-JOBS = _spec(_SQUEUE, "jobs", "state partition qos", "Jobs that have not ended.")
+QUEUE = _spec(
+    *(_SQUEUE, "queue_jobs", "state reason"),
+    "Jobs that have not ended, each once, and why pending ones wait.",
+)
+JOBS = _spec(
+    *(_SQUEUE, "jobs", "state partition qos"),
+    "Jobs that have not ended; one that waits in several partitions counts in each.",
+)
 REASONS = _spec(
-    _SQUEUE, "jobs_pending", "partition reason", "Pending jobs by the reason that Slurm gives."
+    *(_SQUEUE, "jobs_pending", "partition reason"),
+    "Pending jobs by the reason that Slurm gives; those of several partitions count in each.",
 )
 USER_JOBS = _spec(
     _SQUEUE, "user_jobs", "user state", "Jobs of a user that have not ended (--users)."
@@ -36,9 +44,12 @@ WAIT = _spec(
 )
 
 NODES = _spec(_SINFO, "nodes", "state", "Nodes by state.")
-REASON = _spec(_SINFO, "node_reason_info", "node state reason", "Why a node is drained or down.")
-CPUS = _spec(_SINFO, "cpus", "state", "CPUs: allocated, idle, or down with their node.")
-GPUS = _spec(_SINFO, "gpus", "type state", "GPUs: allocated, idle, or down with their node.")
+REASON = _spec(
+    *(_SINFO, "node_reason_info", "node state reason"),
+    "Nodes that are away (down, drained, maintenance, rebooting, powered_down) or have a reason.",
+)
+CPUS = _spec(_SINFO, "cpus", "state", "CPUs: allocated; else idle, powered_down or down.")
+GPUS = _spec(_SINFO, "gpus", "type state", "GPUs: allocated; else idle, powered_down or down.")
 PARTITION_GPUS = _spec(
     _SINFO, "partition_gpus", "partition type state", "GPUs of a partition's nodes."
 )
@@ -74,7 +85,7 @@ STATISTICS = {
 """Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
 
 SPECS: tuple[MetricSpec, ...] = (
-    *(AGE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
+    *(AGE, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
     *(GPUS, PARTITION_GPUS, NODE_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES),
     *(RESERVATION_START, RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
 )

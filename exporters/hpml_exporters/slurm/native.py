@@ -59,7 +59,7 @@ def job_of(job: pyslurm.Job) -> QueueRow:
         id=job_id,
         state=str(job.state),
         reason=head_of_reason(job.state_reason or "") if pending else "",
-        partition=job.partition or "",
+        partitions=tuple((job.partition or "").split(",")),
         qos=job.qos or "",
         user=job.user_name or "",
         tasks=count_tasks(job_id) if waiting else 1,

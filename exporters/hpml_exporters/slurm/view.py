@@ -20,6 +20,7 @@ class QueueRow(NamedTuple):
 
     Attributes:
         id: `25`, `25_3` or `25_[4-9]`.
+        partitions: where it waits, or where it runs.
         tasks: jobs in this row.
         eligible, start, end: seconds since the epoch; 0 if it has none yet.
     """
@@ -27,7 +28,7 @@ class QueueRow(NamedTuple):
     id: str
     state: str
     reason: str
-    partition: str
+    partitions: tuple[str, ...]
     qos: str
     user: str
     tasks: int
@@ -54,6 +55,13 @@ class ClusterNode:
     def state(self) -> str:
         """The one word for its states; see `node_state`."""
         return node_state(self.states)
+
+    @property
+    def free_state(self) -> str:
+        """What its CPUs and GPUs are that no job has; Slurm starts nodes that it powered down."""
+        if self.usable:
+            return "idle"
+        return "powered_down" if self.state == "powered_down" else "down"
 
     @property
     def usable(self) -> bool:

@@ -136,6 +136,7 @@ def test_a_captured_cluster() -> None:
         ("gpu:a100:4", "gpu:(null):3(IDX:0-2)", "a100", 3),
         ("gpu:4", "gpu:a100:3(IDX:0-2)", "", 3),
         ("gpu:1g.5gb:4", "gpu:1g.5gb:2(IDX:0,3)", "1g.5gb", 2),
+        ("gpu:a100:3,gpu:h100:1", "gpu:(null):3(IDX:0-2)", "", 3),  # of which type is unknown
     ],
 )
 def test_used_gpus_of_a_node(configured: str, used: str, kind: str, allocated: int) -> None:
@@ -189,6 +190,11 @@ def test_used_gpus_of_a_node(configured: str, used: str, kind: str, allocated: i
         ("idle+invalid_reg", "down", False),
         ("unknown", "down", False),
         ("odd", "unknown", False),
+        ("down+drain", "drained", False),  # as sinfo calls it: somebody works on it
+        ("down+reboot_issued", "rebooting", False),
+        ("idle+powering_down+not_responding", "powered_down", False),
+        ("down+powered_down", "down", False),
+        ("idle*+drain", "drained", False),
     ],
 )
 def test_states_of_a_node(shown: str, state: str, *, usable: bool) -> None:
@@ -196,7 +202,33 @@ def test_states_of_a_node(shown: str, state: str, *, usable: bool) -> None:
     sinfo = CAPTURED["sinfo"].replace("\x1fmixed\x1f", f"\x1f{shown}\x1f")
     found = values(SlurmCollector(Commands(FakeRunner({**CAPTURED, "sinfo": sinfo}))))
     assert found[f"hpml_slurm_nodes{[state]}"] >= 1
-    assert found.get("hpml_slurm_cpus['idle']", 0) == (2 if usable else 0)
+    away = {"down", "drained", "maintenance", "rebooting", "powered_down"}
+    assert (f"hpml_slurm_node_reason_info{sorted(['node1', state, ''])}" in found) == (
+        state in away
+    )
+    free = "idle" if usable else "powered_down" if state == "powered_down" else "down"
+    for one, least in (("idle", 0), ("powered_down", 0), ("down", 4)):  # node2 is drained
+        assert found.get(f"hpml_slurm_cpus['{one}']", 0) == least + 2 * (one == free)
+
+
+def test_a_job_that_waits_in_several_partitions() -> None:
+    """It counts in each, and once in the queue; there is no partition of their names together."""
+    rows = "".join(
+        row(job, "PENDING", reason="Priority", partition="gpu,long") for job in ("1", "2_[1-3]")
+    )
+    rows += row("3", "RUNNING", 110, partition="long")
+    runner = FakeRunner({**CAPTURED, "squeue": rows})
+    collector = SlurmCollector(Commands(runner))
+    shown = values(collector)
+    for partition in ("gpu", "long"):
+        assert shown[f"hpml_slurm_jobs['{partition}', 'normal', 'pending']"] == 4
+        assert shown[f"hpml_slurm_jobs_pending['Priority', '{partition}']"] == 4
+    assert shown["hpml_slurm_queue_jobs['Priority', 'pending']"] == 4
+    assert shown["hpml_slurm_queue_jobs['', 'running']"] == 1
+    runner.answers["squeue"] = row("1", "CANCELLED", 120, 120, partition="gpu,long")
+    shown = values(collector, 100.0)
+    assert shown["hpml_slurm_jobs_ended_total['cancelled', 'gpu']"] == 1
+    assert not [name for name in shown if "gpu,long" in name]
 
 
 def test_pyslurm_and_the_commands_show_the_same() -> None:
