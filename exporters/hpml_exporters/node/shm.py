@@ -48,7 +48,12 @@ _OF_JOB = metric(
     "cluster jobid",
     source="a bounded walk of /dev/shm, manifests of hpml's staged data, /proc/locks",
 )
-SPECS = (_SIZE, _USED, _OF_JOB)
+_STAGED = metric(
+    "hpml_shm_staged_bytes",
+    "Memory of the data that hpml staged to /dev/shm, for jobs that run or come.",
+    source="a bounded walk of /dev/shm, manifests of hpml's staged data",
+)
+SPECS = (_SIZE, _USED, _STAGED, _OF_JOB)
 
 ENTRIES = 500
 """Entries per sample, about 10 ms of work; the next sample continues where this one stopped.
@@ -66,6 +71,8 @@ _LOCKS_BYTES = 1 << 20  # some 18,000 locks: the kernel takes longer than linear
 
 Owner = tuple[int, str]
 """A user, and the key in `Jobs` of one of their jobs; empty: what is no certain job's."""
+
+_OF_STORES: Owner = (-1, "staged")  # counts all that is staged once, however many jobs use it
 
 
 class Shm:
@@ -96,7 +103,9 @@ class Shm:
         else:
             self._walk = walk
         used = (space.f_blocks - space.f_bfree) * space.f_frsize
-        return families({_SIZE: [((), size)], _USED: [((), used)], _OF_JOB: self._of_jobs()})
+        staged = [] if self._found is None else [((), min(used, self._found.get(_OF_STORES, 0)))]
+        rows = {_SIZE: [((), size)], _USED: [((), used)], _STAGED: staged}
+        return families(rows | {_OF_JOB: self._of_jobs()})
 
     def close(self) -> None:
         """Abandon a walk in progress."""
@@ -205,7 +214,8 @@ class _Walk:
                 if not stat.S_ISDIR(info.st_mode):
                     yield from self._count(name, store, 2)
                     continue
-                owners = [(uid, key) for key in self._jobs_of(name, entry)] or [(uid, "")]
+                jobs = [(uid, key) for key in self._jobs_of(name, entry)] or [(uid, "")]
+                owners = [*jobs, _OF_STORES]
                 for inner in _names(entry):
                     size = None
                     if inner == "data":

@@ -178,6 +178,7 @@ def test_kept_data_counts_for_the_jobs_that_use_it(place: Path) -> None:
 
     def seen() -> list[float]:
         found = sampled(collector)
+        assert found["hpml_shm_staged_bytes",] // MIB == 3, "once, with a job or without"
         return [found["hpml_job_shm_bytes", "", str(job)] // MIB for job in (41, 42, 43)]
 
     assert seen() == [3, 3, 0]
