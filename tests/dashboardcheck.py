@@ -28,6 +28,7 @@ UNUSED: Mapping[str, str] = {
     "read by hpml top": "hpml_gpu_utilization_ratio",
     "for dashboards of DCGM, see rules/optional": "hpml_gpu_memory_utilization_ratio "
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio",
+    "judged in hpml_node_clock_synchronized": "hpml_node_clock_error_seconds",
     "why jobs wait in one partition": "hpml_slurm_jobs_pending",
     "why a job has no figures of its reads and writes": "hpml_job_unreadable_processes",
 }

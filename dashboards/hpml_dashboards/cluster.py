@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, or_zero, select
+from hpml_dashboards.panels import (
+    Panel,
+    build_dashboard,
+    figure,
+    lines,
+    listing,
+    or_zero,
+    select,
+    unmeasured,
+)
 
 _ALL = '{cluster="$cluster"}'
 _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_respond.*"
@@ -34,6 +43,10 @@ def _wait(share: float, by: str = "le") -> str:
 
 
 _NODES = _slurm("nodes")
+_REMEDY = "start hpml export slurm"
+_NO_SLURM = unmeasured(_REMEDY)
+_RULES = "hpml:alerts_loaded"
+_NO_RULES = "load hpml-alerts.yml in Prometheus"
 _PENDING = or_zero(_sum("queue_jobs", state="pending"), _NODES)
 _RUNNING = or_zero(_sum("queue_jobs", state="~running|completing"), _NODES)
 # Sums that Prometheus records: what this dashboard costs must not grow with the nodes.
@@ -62,7 +75,7 @@ GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The tab
 Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
 Jobs pending: Jobs that wait. Some are healthy; a growing number while GPUs are idle is not.
 Median wait: Half of the jobs that started in the last 30 minutes waited less; if none did, of those
-    since the exporter started. Rising: see the queue.
+    since the exporter started. Rising: see the queue. -: none has started.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
 GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
 Hardware faults: Alerts that fire in Prometheus: lost, hot and failing GPUs, links, full disks.
@@ -78,8 +91,8 @@ Jobs by what holds them back: Running jobs with each finding of hpml report, and
     they have; a job may have several. Many with one: storage, a node type or a habit to look at.
 Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition's nodes, and its jobs. A node in several partitions counts in
-    each. Powered down: Slurm starts them when a job needs them. By its jobs is what the partition's
-    own jobs have. Idle and pending: look at limits.
+    each. Off: powered down, Slurm starts them when a job needs them. By its jobs is what the
+    partition's own jobs have. Idle and pending: look at limits.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
 Nodes that need somebody: Nodes that are down, and the reason that Slurm reports. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
@@ -99,10 +112,15 @@ _CONTENT: list[Panel | str] = [
     figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
     figure("GPU active", "use", f"{_BUSY} / {_ALLOCATED}"),
     figure("GPUs wasted", "amount", _WASTED),
-    figure("Jobs running", "count", _RUNNING, none="no exporter"),
-    figure("Jobs pending", "count", _PENDING),
-    figure("Median wait", "seconds", _wait(0.5), none="none started"),
-    figure("Nodes down", "faults", or_zero(_sum("nodes", state=_NOT_IN_USE), _NODES)),
+    figure("Jobs running", "count", _RUNNING, none="not measured"),
+    figure("Jobs pending", "count", _PENDING, none="not measured"),
+    figure("Median wait", "seconds", _wait(0.5)),
+    figure(
+        "Nodes down",
+        "faults",
+        or_zero(_sum("nodes", state=_NOT_IN_USE), _NODES),
+        none="not measured",
+    ),
     figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     listing(
         "Hardware faults",
@@ -110,6 +128,8 @@ _CONTENT: list[Panel | str] = [
         {"-": select("ALERTS", category="hardware", **_FIRING)},
         width=12,
         none="No alert fires",
+        source=_RULES,
+        remedy=_NO_RULES,
     ),
     lines(
         "GPUs",
@@ -118,7 +138,13 @@ _CONTENT: list[Panel | str] = [
         width=6,
         stacked=True,
     ),
-    lines("Queue", "count", {"running": _RUNNING, "pending": _PENDING}, width=6),
+    lines(
+        "Queue",
+        "count",
+        {"running": _RUNNING, "pending": _PENDING},
+        width=6,
+        none=_NO_SLURM,
+    ),
     listing(
         "Jobs that waste most GPUs",
         "jobid array user partition name",
@@ -146,6 +172,8 @@ _CONTENT: list[Panel | str] = [
         height=10,
         sort="Jobs",
         none="Nothing found",
+        source=_GPUS_OF,
+        remedy="no job has GPUs",
     ),
     "Nodes and queue",
     listing(
@@ -153,6 +181,8 @@ _CONTENT: list[Panel | str] = [
         "alertname node jobid instance partition severity",
         {"-": select("ALERTS", category="", **_FIRING)},
         none="No alert fires",
+        source=_RULES,
+        remedy=_NO_RULES,
     ),
     listing(
         "Partitions",
@@ -161,7 +191,7 @@ _CONTENT: list[Panel | str] = [
             "Used": _sum("partition_gpus", "partition", state="allocated"),
             "Idle": _sum("partition_gpus", "partition", state="idle"),
             "Down": _sum("partition_gpus", "partition", state="down"),
-            "Powered down": _sum("partition_gpus", "partition", state="powered_down"),
+            "Off": _sum("partition_gpus", "partition", state="powered_down"),
             "By its jobs": f"max by (partition) (hpml:partition_gpus_allocated:sum{_ALL})",
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
             "Pending": _sum("jobs", "partition", state="pending"),
@@ -186,14 +216,20 @@ _CONTENT: list[Panel | str] = [
         "node state reason",
         {"-": _slurm("node_reason_info", state="!~powered_down|rebooting")},
         none="No node is down",
+        source=_NODES,
+        remedy=_REMEDY,
     ),
-    lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8),
+    lines(
+        "Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8, none=_NO_SLURM
+    ),
     lines(
         "Pending by reason",
         "count",
         {"{{reason}}": _sum("queue_jobs", "reason", state="pending")},
         width=8,
         none="No job is pending",
+        source=_NODES,
+        remedy=_REMEDY,
     ),
     lines(
         "Jobs ended",
@@ -204,10 +240,12 @@ _CONTENT: list[Panel | str] = [
         },
         width=8,
         none="None has ended",
+        source=_NODES,
+        remedy=_REMEDY,
     ),
     "Slurm",
-    lines("GPUs in Slurm", "count", {"{{state}}": _sum("gpus", "state")}, width=6),
-    lines("CPUs in Slurm", "count", {"{{state}}": _sum("cpus", "state")}, width=6),
+    lines("GPUs in Slurm", "count", {"{{state}}": _sum("gpus", "state")}, width=6, none=_NO_SLURM),
+    lines("CPUs in Slurm", "count", {"{{state}}": _sum("cpus", "state")}, width=6, none=_NO_SLURM),
     lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
     lines(
         "Scheduler cycles",
@@ -217,6 +255,7 @@ _CONTENT: list[Panel | str] = [
             "backfill": f"max({_slurm('scheduler_backfill_cycle_seconds')})",
         },
         width=6,
+        none=_NO_SLURM,
     ),
     lines(
         "Controller",
@@ -226,6 +265,7 @@ _CONTENT: list[Panel | str] = [
             "messages to nodes": f"max({_slurm('scheduler_agent_queue')})",
             "messages to slurmdbd": f"max({_slurm('scheduler_dbd_queue')})",
         },
+        none=_NO_SLURM,
     ),
     listing(
         "Reservations",
@@ -238,6 +278,8 @@ _CONTENT: list[Panel | str] = [
             "Ends": f"1000 * max by (reservation) ({_slurm('reservation_end_timestamp_seconds')})",
         },
         none="No reservation",
+        source=_NODES,
+        remedy=_REMEDY,
     ),
     listing(
         "Licences",
@@ -245,6 +287,8 @@ _CONTENT: list[Panel | str] = [
         {"Total": _sum("licenses", "license"), "In use": _sum("licenses_used", "license")},
         width=4,
         none="No licences",
+        source=_NODES,
+        remedy=_REMEDY,
     ),
 ]
 

@@ -190,6 +190,11 @@ MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), 
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
 
+_MEASURED = (
+    f"max_over_time(hpml:job_gpus:count{_JOB}[$__range])"
+    f" or max_over_time(hpml:job_data_wait:ratio{_JOB}[$__range])"
+)
+
 _CONTENT: list[Panel | str] = [
     listing(
         "Job $jobid",
@@ -245,8 +250,15 @@ _CONTENT: list[Panel | str] = [
         " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
         calc="max",
     ),
-    lines("GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}),
-    lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}),
+    lines(
+        "GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}, none="No GPU of it is known"
+    ),
+    lines(
+        "Tensor cores active",
+        "share",
+        {_GPU: _each("hpml:gpu_tensor_active:ratio")},
+        none="Not measured: needs a GPU of Hopper or later",
+    ),
     listing(
         "What holds it back",
         "finding rank node",
@@ -259,6 +271,8 @@ _CONTENT: list[Panel | str] = [
         sort="Time",
         width=8,
         none="Nothing found",
+        source=_MEASURED,
+        remedy="no GPUs known, and no report of the training",
     ),
     lines(
         "Samples per second",

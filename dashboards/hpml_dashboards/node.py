@@ -79,8 +79,8 @@ Requests to file servers: In each second. Thousands of opens and other requests:
 NFS answer time: Good: below 10 ms. Slow on all nodes: the server; on this one: its network.
 Host temperatures: Hottest sensor of each chip. Near its critical temperature, drain the node.
 Links lost: Losses in the last hour. More than one or two: exchange the cable.
-Host health: Stuck processes wait for a disk or a file server and cannot be ended. Clock off: of
-    the kernel's own estimate, in seconds. Memory errors are uncorrected ones. Good: 0 of each.
+Host health: Stuck processes wait for a disk or a file server and cannot be ended. A clock that
+    is not synchronised: is chronyd running? Memory errors are uncorrected ones. Good: 0 of each.
 InfiniBand: Bytes through each port, and ticks in which it had data but could not send. Compare
     with the rate of the link; many waits: other traffic fills the fabric.
 Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable.
@@ -125,7 +125,7 @@ _CONTENT: list[Panel | str] = [
     ),
     listing(
         "Jobs on this node",
-        "jobid array user name partition",
+        "jobid array user partition name",
         {
             "-": "max by (jobid, array, user, name, partition) "
             f"({_JOBS}(hpml:job_exporter{_NODE}))",
@@ -253,9 +253,7 @@ _CONTENT: list[Panel | str] = [
             "zombies": f"max({_own('hpml_node_zombies')})",
             "read-only": f"sum({_own('hpml_filesystem_read_only')})",
             "memory errors": f"sum({_own('hpml_node_memory_errors_total', error='uncorrected')})",
-            # The kernel's estimate is never 0; up to a second it is no fault.
-            "clock off (s)": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
-            f"or 0 * {_own('hpml_node_clock_error_seconds')})",
+            "clock not synchronised": f"1 - max({_own('hpml_node_clock_synchronized')})",
         },
         width=8,
     ),

@@ -37,14 +37,14 @@ _KINDS = {
     "amount": _Kind("short", decimals=1),  # not always a whole number, such as busy GPUs
     "steps": _Kind("none", decimals=0),
     "faults": _Kind("short", (_GREEN, (1, "red"))),
-    "share": _Kind("percentunit", top=1),
+    "share": _Kind("percentunit", top=1, decimals=0),
     "ratio": _Kind("percentunit"),
-    "use": _Kind("percentunit", (_RED, (0.3, "orange"), (0.6, "green")), 1),
-    "scaling": _Kind("percentunit", (_RED, (0.5, "orange"), (0.8, "green")), 1),
-    "tensor": _Kind("percentunit", (_RED, (0.05, "orange"), (0.2, "green")), 1),
-    "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1),
-    "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
-    "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
+    "use": _Kind("percentunit", (_RED, (0.3, "orange"), (0.6, "green")), 1, 0),
+    "scaling": _Kind("percentunit", (_RED, (0.5, "orange"), (0.8, "green")), 1, 0),
+    "tensor": _Kind("percentunit", (_RED, (0.05, "orange"), (0.2, "green")), 1, 0),
+    "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1, 0),
+    "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1, 0),
+    "whole": _Kind("percentunit", (_RED, (1, "green")), 1, 0),
     "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red")), decimals=1),
     "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
@@ -104,9 +104,9 @@ _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", 
 _TITLES |= {"uuid": "GPU UUID", "alertname": "Alert", "license": "Licence"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
+_WIDTHS = {"jobid": 124, "array": 112, "user": 88, "partition": 88, "point": 70}
 _WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60, "run": 290}
-_LEAST_WIDTHS = {"account": 90, "node": 90, "sweep": 90}
+_LEAST_WIDTHS = {"account": 90, "node": 90, "sweep": 90, "name": 100}
 """Of columns that share the room that is left; Grafana's own least is 150."""
 _SHORT_UNITS = ("short", "none", "percentunit")
 _MOST_LINES = 32
@@ -151,6 +151,17 @@ def or_zero(value: str, subject: str) -> str:
     return f"({value} or 0 * max({subject}))"
 
 
+def unmeasured(remedy: str) -> str:
+    """Return the text of a panel whose source has no series."""
+    return f"Not measured: {remedy}"
+
+
+def or_text(value: str, source: str, label: str, text: str) -> str:
+    """Return a value, or a 0 with a text as a label if there is none and its source has series."""
+    none = f'label_replace(0 * max({source}), "{label}", "{text}", "", "")'
+    return f"({value}) or on () {none}"
+
+
 def figure(
     title: str,
     kind: str,
@@ -183,13 +194,20 @@ def lines(
     height: int = 7,
     stacked: bool = False,
     none: str = "No data",
+    source: str = "",
+    remedy: str = "",
 ) -> Panel:
     """Return a panel of lines over time, with thresholds as dashed lines.
 
     The names of the queries are those of the lines, with labels as in `{{node}}`. `none` is the
-    text of a panel without lines.
+    text of a panel without lines. With a source it is the name of a line at 0 while the source has
+    series; without them the panel says that nothing is measured, and the remedy.
     """
-    panel = _panel(timeseries.Panel(), title, kind, queries, (width, height))
+    if source:
+        (line, value), *others = queries.items()
+        queries = {line: or_text(value, source, line.strip("{}"), none), **dict(others)}
+        none = unmeasured(remedy)
+    panel = _panel(timeseries.Panel(), title, kind, queries, (width, height), axis=True)
     for name in queries:
         if name in _COLOUR_OF:
             colour = {"mode": "fixed", "fixedColor": _COLOUR_OF[name]}
@@ -228,6 +246,9 @@ def bars(
 ) -> Panel:
     """Return a panel of horizontal bars, one per series, with the latest values."""
     panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
+    if len(queries) == 1:  # one bar has no name of its own
+        name = re.sub(r"\{\{(\w+)\}\}", r"${__field.labels.\1}", next(iter(queries)))
+        panel = panel.display_name(name)
     return (
         panel.min(0)
         .no_value(none)
@@ -248,6 +269,8 @@ def listing(
     height: int = 7,
     sort: str = "",
     none: str = "None known",
+    source: str = "",
+    remedy: str = "",
 ) -> Panel:
     """Return a table of the latest values; series of all queries with equal labels form one row.
 
@@ -260,7 +283,14 @@ def listing(
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: text of the panel without rows.
+        source: PromQL of series that are there if the rows are measured; then `none` is a row.
+        remedy: what makes the source appear.
     """
+    if source:
+        (first, value), *others = values.items()
+        label = next(name for name in labels.split() if name not in _LINKED)
+        values = {first: or_text(value, source, label, none), **dict(others)}
+        none = unmeasured(remedy)
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     # Title and properties by name of the field.
     shown: dict[str, tuple[str, dict[str, object]]] = {}
@@ -376,6 +406,7 @@ def _panel(
     *,
     now: bool = False,
     rows: bool = False,
+    axis: bool = False,
 ) -> _P:
     unit, steps, top, decimals = _KINDS[kind]
     thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
@@ -390,7 +421,7 @@ def _panel(
     )
     if top is not None:
         panel = panel.max(top)
-    if decimals is not None:
+    if decimals is not None and not (axis and unit == "percentunit"):  # an axis has few ticks then
         panel = panel.decimals(decimals)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
@@ -418,7 +449,7 @@ def _value_properties(title: str, *, is_sorted: bool) -> dict[str, object]:
     kind = _KIND_OF.get(title, "count")
     unit, steps, _, decimals = _KINDS[kind]
     bar = kind in ("use", "scaling")
-    least = 165 if kind == "time" else 150 if bar else 64 if unit in _SHORT_UNITS else 88
+    least = 165 if kind == "time" else 140 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
     properties: dict[str, object] = {"unit": unit, "custom.width": width}
     if decimals is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/rules"
 GROUPS = YAML(typ="safe").load(RULES / "hpml-alerts.yml")["groups"]
-ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 STEPS = 130  # minutes that the series below last
 ON = 'instance="n1:9445",job="hpml-node"'
 JOB = f'{ON},cluster="main",jobid="7"'

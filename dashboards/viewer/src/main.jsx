@@ -2,7 +2,7 @@
 import { createTheme, dateTime, dateTimeForTimeZone, rangeUtil, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
 import { Alert, GlobalStyles, Icon, PortalContainer } from '@grafana/ui';
-import { useCallback, useMemo, useState } from 'react';
+import { useCallback, useMemo, useRef, useState } from 'react';
 import { createRoot } from 'react-dom/client';
 import { useAsync, useEvent, useInterval, useLocalStorage, useLocation, useMeasure, useMedia,
   useTitle } from 'react-use';
@@ -16,6 +16,7 @@ import './viewer.css';
 
 const HOME = 'hpml-cluster';
 const PHONE_PIXELS = 769; // as Grafana: one column below
+const NARROW_PIXELS = 600; // two figures side by side instead of four
 const GAP = 8;
 const STEP = 38; // pixels from one row of the grid to the next
 
@@ -62,10 +63,18 @@ async function viewOf(dashboard, search) {
 }
 
 function Row({ row, width, view, onZoom, sync }) {
-  const [folded, setFolded] = useState(row.folded);
+  const [choice, setChoice] = useState(); // undefined until somebody folds or unfolds it
+  const [empty, setEmpty] = useState(false);
+  const known = useRef(new Map()); // whether a panel has data, by its key
+  const onData = useCallback((key, hasData) => {
+    known.current.set(key, hasData);
+    // Not again once it is folded: its panels ask nothing then.
+    setEmpty(known.current.size === row.placed.length && ![...known.current.values()].some(Boolean));
+  }, [row.placed.length]);
+  const folded = choice ?? (row.folded || (empty && row.title !== undefined));
   const unit = (width - 23 * GAP) / 24;
   const isPhone = width < PHONE_PIXELS;
-  const across = width < PHONE_PIXELS / 2 ? 2 : 4; // figures stand side by side where all else is stacked
+  const across = width < NARROW_PIXELS ? 2 : 4; // figures stand side by side where all else is stacked
   const stacked = ({ type }) => (type === 'stat' ? (width - (across - 1) * GAP) / across : width);
   const box = ({ x, y, w, h }, panel) => (isPhone ? { width: stacked(panel), height: h * STEP - GAP } : {
     position: 'absolute', left: x * (unit + GAP), top: y * STEP,
@@ -74,9 +83,10 @@ function Row({ row, width, view, onZoom, sync }) {
     <section aria-label={row.title}>
       {row.title !== undefined && (
         <h2 className="row-title">
-          <button type="button" aria-expanded={!folded} onClick={() => setFolded(!folded)}>
+          <button type="button" aria-expanded={!folded} onClick={() => setChoice(!folded)}>
             <Icon name={folded ? 'angle-right' : 'angle-down'} /> {row.title}
-            {folded && <small>({row.placed.length} panels)</small>}
+            {' '}
+            {folded && <small>({row.placed.length} panels{empty && ', nothing measured'})</small>}
           </button>
         </h2>
       )}
@@ -87,7 +97,7 @@ function Row({ row, width, view, onZoom, sync }) {
             return (
               <div key={key} style={style}>
                 <Panel json={panel} scope={scope} view={view} width={style.width} height={style.height}
-                  onZoom={onZoom} sync={sync} />
+                  onZoom={onZoom} sync={sync} onData={(hasData) => onData(key, hasData)} />
               </div>
             );
           })}

@@ -14,6 +14,7 @@ import { Links } from './toolbar.jsx';
 const eventBus = new EventBusSrv(); // one for all: crosshairs move together
 const MAX_DESCRIBED = 50;
 const NEAR = { rootMargin: '300px' };
+const PADDING = [null, 18, null, null]; // room for half of the last label of a time axis
 
 function Chart({ panel, frames, width, height, range, timeZone, onZoom, sync }) {
   const { legend, tooltip } = panel.options;
@@ -21,7 +22,7 @@ function Chart({ panel, frames, width, height, range, timeZone, onZoom, sync }) 
     <TimeSeries frames={frames} timeRange={range} timeZone={timeZone} width={width} height={height}
       legend={{ displayMode: 'list', placement: 'bottom', showLegend: true, calcs: [], ...legend }}
       options={panel.options}>
-      {(config, aligned) => (
+      {(config, aligned) => (config.setPadding(PADDING),
         <>
           <ZoomPlugin config={config} onZoom={onZoom} />
           <TooltipPlugin config={config} data={aligned} frames={frames} mode={tooltip?.mode ?? 'single'}
@@ -83,12 +84,28 @@ function Bars(props) {
 function Table({ panel, frames, width, height, range, title }) {
   const { options, fieldConfig } = panel;
   const data = frames[options.frameIndex ?? 0] ?? frames[0];
+  const ref = useRef(null);
+  useEffect(() => {
+    const grid = ref.current.querySelector('[role=grid]');
+    const mark = () => {
+      const hidden = grid.scrollWidth - grid.clientWidth - grid.scrollLeft;
+      ref.current.toggleAttribute('data-more', hidden > 1);
+    };
+    if (!grid) {
+      return undefined;
+    }
+    mark();
+    grid.addEventListener('scroll', mark);
+    return () => grid.removeEventListener('scroll', mark);
+  }, [data, width]);
   return (
-    <TableNG ariaLabel={title} data={data} width={width} enableVirtualization={data.length > 200}
-      height={height} cellHeight={options.cellHeight ?? 'sm'} showTypeIcons={options.showTypeIcons ?? false}
-      noHeader={options.showHeader === false} sortBy={options.sortBy} timeRange={range}
-      enablePagination={options.enablePagination} fieldConfig={fieldConfig}
-      noValue={fieldConfig.defaults.noValue} />
+    <div ref={ref} className="table">
+      <TableNG ariaLabel={title} data={data} width={width} enableVirtualization={data.length > 200}
+        height={height} cellHeight={options.cellHeight ?? 'sm'} showTypeIcons={options.showTypeIcons ?? false}
+        noHeader={options.showHeader === false} sortBy={options.sortBy} timeRange={range}
+        enablePagination={options.enablePagination} fieldConfig={fieldConfig}
+        noValue={fieldConfig.defaults.noValue} />
+    </div>
   );
 }
 
@@ -147,7 +164,7 @@ function useFrames({ panel, scope, view, width, theme, visible }) {
   return state;
 }
 
-export function Panel({ json, scope, view, width, height, onZoom, sync }) {
+export function Panel({ json, scope, view, width, height, onZoom, sync, onData }) {
   const theme = useTheme2();
   const panel = useMemo(() => withDefaults(json), [json]);
   const ref = useRef(null);
@@ -159,7 +176,13 @@ export function Panel({ json, scope, view, width, height, onZoom, sync }) {
   const Visualisation = VISUALISATIONS[json.type];
   const context = useMemo(() => ({ eventBus, eventsScope: 'dashboard', sync,
     onToggleSeriesVisibility: (name) => setOnly((before) => (before === name ? null : name)) }), [sync]);
-  const isEmpty = frames && !SAYS_NO_DATA_ITSELF.has(json.type) && !frames.some(({ length }) => length);
+  const hasData = json.type === 'text' || frames?.some(({ length }) => length);
+  const isEmpty = frames && !SAYS_NO_DATA_ITSELF.has(json.type) && !hasData;
+  useEffect(() => {
+    if (frames || error) {
+      onData(Boolean(hasData || error));
+    }
+  }, [frames, error]);
 
   const description = json.description && (() => renderMarkdown(expand(json.description, scope, 'text')));
 

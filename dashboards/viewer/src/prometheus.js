@@ -127,12 +127,15 @@ const STANDARD = ['color', 'decimals', 'description', 'displayName', 'fieldMinMa
 const OF_NUMBERS = new Set(['decimals', 'max', 'min', 'thresholds']);
 
 /** The properties that fields of this panel can have: Grafana ignores those that no registry knows. */
-function registryOf({ type, fieldConfig: { defaults, overrides } }) {
+function registryOf({ type, fieldConfig: { defaults, overrides } }, scope) {
   const ids = new Set([...STANDARD, ...Object.keys(defaults.custom).map((name) => `custom.${name}`),
     ...overrides.flatMap(({ properties }) => properties.map(({ id }) => id))]);
+  const named = (text, { field }) => expand(text,
+    { ...scope, __field: (path) => field.labels?.[path?.replace(/^labels\./, '')] ?? '' }, 'text');
   return new FieldConfigOptionsRegistry(() => [...ids].map((id) => {
     const isCustom = id.startsWith('custom.');
-    return { id, name: id, isCustom, path: isCustom ? id.slice(7) : id, process: (value) => value,
+    return { id, name: id, isCustom, path: isCustom ? id.slice(7) : id,
+      process: id === 'displayName' ? named : (value) => value,
       shouldApply: (field) => (isCustom ? type === 'table' || field.type !== FieldType.time
         : !OF_NUMBERS.has(id) || field.type === FieldType.number) };
   }));
@@ -166,7 +169,7 @@ export async function framesFor({ panel, scope, range, width, theme, timeZone, s
   const replaceVariables = (text, { __dataContext: cell } = {}, format = undefined) =>
     expand(text, { ...scope, ...(cell && cellScope(cell.value)) }, format);
   frames = applyFieldOverrides({ data: frames, fieldConfig: panel.fieldConfig,
-    fieldConfigRegistry: registryOf(panel), replaceVariables, theme, timeZone });
+    fieldConfigRegistry: registryOf(panel, scope), replaceVariables, theme, timeZone });
   cacheFieldDisplayNames(frames); // the table's headers come from there
   return frames;
 }
