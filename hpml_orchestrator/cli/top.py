@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
 _TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
-_MOST_ROOM = {"NAME": 18, "BOTTLENECK": 34}  # longer text is cut; 34 has room for one bottleneck
+_MOST_ROOM = {"NAME": 18}  # longer text is cut
+_LEAST_ROOM = {"NAME": 10, "BOTTLENECK": 11}  # before a column is left out; 11 is input-bound
 
 
 def top(
@@ -221,19 +222,34 @@ def draw(
     return Group(*lines)
 
 
+def _shortened(text: str, room: int) -> str:
+    """Return a bottleneck in as many words as there is room for.
+
+    >>> [_shortened("input-bound: 65% waiting for data", room) for room in (33, 20, 11)]
+    ['input-bound: 65% waiting for data', 'input-bound: 65%', 'input-bound']
+    """
+    head, _, rest = text.partition(": ")
+    figure = rest.partition(" ")[0]
+    shorter = (text, f"{head}: {figure}" if figure.endswith("%") else head)
+    return next((words for words in shorter if cell_len(words) <= room), head)
+
+
 def _table(jobs: Sequence[LiveJob], width: int) -> Table:
-    """Return the table, dropping columns that do not fit; the last one shrinks to a flag."""
+    """Return the table: names and bottlenecks shrink, then columns that do not fit are dropped."""
     cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
     left = [
         column
         for column in COLUMNS
         if len({*cells[column]} - {""}) > (column.name in ("CLUSTER", "USER"))
     ]
-    room = {
+    wanted = {
         column: min(
             _MOST_ROOM.get(column.name, width), max(map(cell_len, [column.name, *cells[column]]))
         )
         for column in left
+    }
+    room = {
+        column: min(size, _LEAST_ROOM.get(column.name, size)) for column, size in wanted.items()
     }
     left = fitting(
         left,
@@ -243,13 +259,18 @@ def _table(jobs: Sequence[LiveJob], width: int) -> Table:
             max(left, key=lambda column: column.rank) if left[2:] else None
         ),
     )
+    for column in left:  # in order: the name grows first
+        spare = width - sum(room[other] + GAP for other in left) + GAP
+        room[column] = max(0, min(wanted[column], room[column] + spare))
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for column in left:
         justify: Literal["left", "right"] = "left" if column.name in _TEXTS else "right"
-        is_flag = column.name == "BOTTLENECK"
-        others = sum(room[other] + GAP for other in left if other is not column)
-        size = width - others if is_flag else room[column]
-        table.add_column(column.name, justify=justify, width=size, no_wrap=True)
+        table.add_column(column.name, justify=justify, width=room[column], no_wrap=True)
+        if column.name == "BOTTLENECK":
+            cells[column] = [
+                _shortened(text, room[column]) if job.bottlenecks else text
+                for job, text in zip(jobs, cells[column], strict=True)
+            ]
     for row, job in enumerate(jobs):
         styles = {
             "STATE": {"RUNNING": "green", "PENDING": "yellow"}.get(job.state, ""),

@@ -96,26 +96,44 @@ def test_the_screen(shell: Shell, job: str, end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "left_out"),
+    ("width", "left_out", "words"),
     [
-        pytest.param(100, "", id="all"),
-        pytest.param(96, "GPU GiB", id="one less"),
-        pytest.param(80, "GPU GiB SAMPLES/S", id="two less"),
-        pytest.param(67, "GPU GiB SAMPLES/S LEFT BUSY", id="the most important"),
+        pytest.param(100, "", "input-bound: 65% waiting for data", id="all"),
+        pytest.param(96, "", "input-bound: 65%", id="shorter words"),
+        pytest.param(80, "", "input-bound: 65%", id="80 columns"),
+        pytest.param(67, "GPU GiB", "input-bound", id="one less"),
+        pytest.param(40, "GPU GiB SAMPLES/S LEFT BUSY", "input-bound", id="least"),
     ],
 )
-def test_columns(width: int, left_out: str) -> None:
-    """The least important ones are left out, one by one, and only as far as needed."""
+def test_columns(width: int, left_out: str, words: str) -> None:
+    """Words get shorter, then the least important columns are left out, only as far as needed."""
     figures = {"gpus": 4.0, "gpus_busy": 1.0, "gpus_allocated": 4.0, "gpus_used": 4.0}
     figures |= {"samples_per_second": 1110.0, "gpu_memory_used_bytes": 2.0**40}
     job = LiveJob("4711", "images", "ada", "RUNNING", "", left_seconds=14212)
     job.add({**figures, "data_wait_ratio": 0.65}, "prometheus", 1.0)
-    with (console := Console(width=width)).capture() as screen:
-        console.print(draw([job], width=width))
-    header, row = screen.get().splitlines()[-2:]
+    header, row = drawn(job, width)
     names = ("JOB", "NAME", "STATE", "LEFT", "GPUS", "BUSY", "GPU GiB", "SAMPLES/S", "BOTTLENECK")
     assert [name for name in names if name not in header] == [n for n in names if n in left_out]
-    assert "input-bound: 65% waiting for data" in row
+    assert row.rstrip().endswith(words)
+
+
+def drawn(job: LiveJob, width: int) -> list[str]:
+    """The header and the row of a job."""
+    with (console := Console(width=width)).capture() as screen:
+        console.print(draw([job], width=width))
+    return screen.get().splitlines()[-2:]
+
+
+def test_80_columns_of_a_large_cluster() -> None:
+    """Long ids and names shrink the name: what a job has and does is more important."""
+    job = LiveJob("12345678", "llama-3-70b-finetune-v12", "ada", "RUNNING", "", left_seconds=14212)
+    figures = {"gpus": 64.0, "gpus_busy": 1.0, "gpus_allocated": 64.0, "gpus_used": 64.0}
+    job.add(figures | {"samples_per_second": 123456.0, "data_wait_ratio": 0.65}, "prometheus", 1.0)
+    header, row = drawn(job, 80)
+    for name in ("LEFT", "GPUS", "BUSY", "SAMPLES/S"):
+        assert name in header
+    assert "123,456" in row
+    assert row.rstrip().endswith("input-bound")
 
 
 def test_without_a_terminal(hpml: Hpml, job: str) -> None:
