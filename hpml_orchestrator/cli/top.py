@@ -228,9 +228,10 @@ def _shortened(text: str, room: int) -> str:
     >>> [_shortened("input-bound: 65% waiting for data", room) for room in (33, 20, 11)]
     ['input-bound: 65% waiting for data', 'input-bound: 65%', 'input-bound']
     """
-    head, _, rest = text.partition(": ")
+    first = text.partition("; ")[0]
+    head, _, rest = first.partition(": ")
     figure = rest.partition(" ")[0]
-    shorter = (text, f"{head}: {figure}" if figure.endswith("%") else head)
+    shorter = (text, first, f"{head}: {figure}" if figure.endswith("%") else head)
     return next((words for words in shorter if cell_len(words) <= room), head)
 
 

@@ -78,7 +78,7 @@ def test_names_and_units(promtool: Promtool, address: str) -> None:
 
     text = eventually(page)
     shown = {spec.name for spec in SPECS if f"# HELP {spec.name} ".encode() in text}
-    absent = {"jobs", "jobs_pending", "user_jobs"}
+    absent = {"queue_jobs", "jobs", "jobs_pending", "user_jobs"}
     assert {spec.name for spec in SPECS} - shown == {f"hpml_slurm_{name}" for name in absent}
     done = promtool("check", "metrics", text=text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
