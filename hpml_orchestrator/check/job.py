@@ -279,6 +279,8 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     """Yield what a job requests and this machine does not have."""
     for code, limit, shown in shortages(job, machine):
         field_name = cpus_field(job) if code == "cpus" else code
+        if code == "memory" and job.resources.memory_per_cpu:
+            field_name = "memory_per_cpu"
         in_job = code == "array"
         value = str(job.array) if in_job else job.resources.written(field_name)
         most = size_text(limit) if code == "memory" else limit
