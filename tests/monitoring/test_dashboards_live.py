@@ -37,9 +37,10 @@ NOT_HERE = {
     r"hpml_disk|hpml_filesystem": "a container may have no disk",
     r"xid|(?<!and on \(uuid\) )hpml_gpu_up\S* == 0|lost": "no GPU has failed",
     r"^ALERTS\b": "no alert fires within the first minutes",
-    r"hpml_exporter_up == 0|exporter_down|^up == 0|code!=|dropped_total|_failures_total|errors_total|stuck": (
+    r"hpml_exporter_up == 0|^up == 0|code!=|dropped_total|_failures_total|errors_total|stuck": (
         "nothing has failed"
     ),
+    r"exporter_down": "all exporters are up",
     r'state="(powered_)?down"': "no node is down",
     r"_limit_bytes|pressure|oom_events|memory_peak|job_memory_used:ratio|hpml_job_cpus\b": (
         "jobs of this cluster are in no control group"
