@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.source import Buffer, SourceReader
 
     Row = tuple[bytes, str, int, int, int, int, str]
+    # type, name, mode, mtime in ns, size, offset of the data, link
 
 _NANO = 1_000_000_000
 _BUFFER_BYTES = 1 << 13
@@ -380,8 +381,6 @@ class _Program:
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
-
-    # type, name, mode, mtime in ns, size, offset of the data, link
 
 
 _MOST_DIGITS = 20
