@@ -47,9 +47,8 @@ def choose(wanted: str, job_file: str | Path | None = None, site: str = "") -> s
     # A cluster that is down must not turn a job for its nodes into a local one on the login node:
     # whether it answers does not matter.
     if wanted == "auto":
-        if not shutil.which("sbatch"):
-            return "local"
-        return backend_of_site(job_file, os.environ, chosen=site) or "slurm"
+        found = backend_of_site(job_file, os.environ, chosen=site)
+        return found or ("slurm" if shutil.which("sbatch") else "local")
     if wanted not in ("slurm", "local"):
         raise InputError(
             "must be auto, slurm or local",

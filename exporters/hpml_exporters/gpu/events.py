@@ -48,6 +48,7 @@ class XidLog:
             roots: where a node's exporter keeps them, in `run`; None: nowhere.
         """
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+        self._drivers: dict[tuple[str, str], str] = {}  # that reported them last
         self._roots = roots
         self._unsaved = False
         if roots is None:
@@ -57,6 +58,7 @@ class XidLog:
             if data["driver"] and data["driver"] == _driver(roots):
                 for uuid, xid, count, when in data["xids"]:
                     self._seen[str(uuid), str(xid)] = (int(count), float(when))
+                    self._drivers[str(uuid), str(xid)] = data["driver"]
         except (OSError, HpmlError, ValueError, LookupError, TypeError):
             self._seen.clear()  # there is none, or it is damaged
 
@@ -65,7 +67,8 @@ class XidLog:
         driver = _driver(self._roots) if self._unsaved and self._roots else ""
         self._unsaved = False
         if driver and self._roots:
-            xids = [[*key, *value] for key, value in self._seen.items()]
+            found = self._seen.items()
+            xids = [[*key, *value] for key, value in found if self._drivers.get(key) == driver]
             with suppress(OSError, HpmlError):
                 path = os.path.join(self._roots.run, _FILE)
                 write_json(path, {"driver": driver, "xids": xids})
@@ -84,6 +87,7 @@ class XidLog:
             name = "other"
         count, _ = self._seen.get((uuid, name), (0, 0.0))
         self._seen[uuid, name] = (count + 1, when)
+        self._drivers[uuid, name] = _driver(self._roots) if self._roots else ""
         self._unsaved = True
 
     def families(self, shown: Collection[str]) -> list[Metric]:

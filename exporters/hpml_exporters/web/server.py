@@ -19,6 +19,8 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -42,6 +44,9 @@ _USE_HTTPS = b"HTTP/1.0 400 Bad Request\r\n\r\nthis is an HTTPS port: use https:
 _PAUSE_SECONDS = 0.05
 _REPORT_SECONDS = 60.0
 _FOREVER = 1e6
+_HEAD_BYTES = 16 << 10  # of a request; http.server itself takes 6.5 MB
+_RECEIVED_BYTES = 4096
+_EVICTION_SECONDS = 0.2
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BCRYPT_BYTES = 72  # bcrypt reads no further
 _REMEMBERED = 128
@@ -68,8 +73,9 @@ class RequestLimits:
     """Limits of the server.
 
     Attributes:
-        connections: open at the same time; beyond that, new ones are closed.
-        request_seconds: of each wait during a TLS handshake and a request, and of a response.
+        connections: open at the same time; beyond that, the one whose last answer is oldest is
+            closed.
+        request_seconds: of a TLS handshake's waits, of the head of a request, and of a response.
         idle_seconds: between two requests on one connection.
     """
 
@@ -146,14 +152,63 @@ class Passwords:
         if key in self._right:
             return True
         hashed = self._users.get(name.decode("utf-8", "replace"))
-        # An unknown name takes as long as a known one, so names cannot be found out by time.
-        any_hash = next(iter(self._users.values()))
+        # An unknown name takes as long as the slowest known one.
+        any_hash = max(self._users.values(), key=lambda text: text[4:6])  # its cost
         with self._lock, suppress(ValueError):  # a password that bcrypt refuses
             right = self._check(password[:_BCRYPT_BYTES], hashed or any_hash) and hashed is not None
             if right and len(self._right) < _REMEMBERED:  # the same one can be written in many ways
                 self._right.add(key)
             return right
         return False
+
+
+class Heads:
+    """The heads of a connection's requests, line by line, each of limited size and time."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        """Read from a connection; a head that has begun may take so many seconds."""
+        self._connection, self._seconds = connection, seconds
+        self._data = b""
+        self._left = 0
+        self._wait = seconds
+        self._end: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the head has come."""
+        return self._end is not None
+
+    def begin(self, wait: float) -> None:
+        """Expect a head, whose first byte may take so many seconds."""
+        self._left, self._wait = _HEAD_BYTES, wait
+        self._end = time.monotonic() + self._seconds if self._data else None
+
+    def readline(self, _limit: int = -1) -> bytes:
+        """Return the next line, the rest at the end of the connection.
+
+        Raises:
+            LineTooLong: the head is too large.
+            TimeoutError: it takes too long.
+        """
+        if self._left <= 0:
+            raise LineTooLong("header line")
+        while b"\n" not in self._data and len(self._data) < self._left:
+            left = self._wait if self._end is None else self._end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._connection.settimeout(left)
+            data = self._connection.recv(_RECEIVED_BYTES)
+            if not data:
+                break
+            self._end = self._end or time.monotonic() + self._seconds
+            self._data += data
+        length = min(self._data.find(b"\n") + 1 or len(self._data), self._left)
+        line, self._data = self._data[:length], self._data[length:]
+        self._left -= length
+        return line
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -163,20 +218,27 @@ class Handler(BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"  # an answer always has a status
     disable_nagle_algorithm = True
     server: Server
-    _served = _waiting = False
+    rfile: Heads  # type: ignore[assignment] # all that http.server needs of a stream
+    _served = False
+
+    def setup(self) -> None:
+        """Read by `Heads` instead of a buffered file."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = Heads(self.connection, self.server.limits.request_seconds)
 
     def handle_one_request(self) -> None:
         """Wait for a request, for long only between two of them, and answer it."""
         limits = self.server.limits
-        self.connection.settimeout(limits.idle_seconds if self._served else limits.request_seconds)
-        self._waiting = self._served
+        self.rfile.begin(limits.idle_seconds if self._served else limits.request_seconds)
         super().handle_one_request()
 
     def parse_request(self) -> bool:
         """Read the headers of a request that has begun."""
-        self._waiting = False
-        self.connection.settimeout(self.server.limits.request_seconds)
-        return super().parse_request()
+        try:
+            return super().parse_request()
+        finally:
+            self.connection.settimeout(self.server.limits.request_seconds)  # of the response
 
     def do_GET(self) -> None:
         """Answer a request, if the client may read."""
@@ -224,9 +286,9 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(code, f"{message or self.responses[code][0]}\n".encode())
 
     def _respond(self, status: int, body: bytes, kind: str = _TEXT, **headers: str) -> None:
-        with self.server.lock:
-            self.server.counters.responses.setdefault(status, 0)
-            self.server.counters.responses[status] += 1
+        self.server.answered(self.client_address, status)
+        if status != HTTPStatus.OK:
+            self.close_connection = True  # a stranger gets no place for long
         self.send_response(status)
         fixed = {"Content-Type": kind, "Content-Length": str(len(body))}
         if self.close_connection:
@@ -240,7 +302,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_error(self, format: str, *args: object) -> None:  # noqa: A002, ARG002 - as http.server's
         """Count a client that was too slow, which http.server reports here."""
-        if any(isinstance(one, TimeoutError) for one in args) and not self._waiting:
+        is_idle = self._served and not self.rfile.has_begun
+        if any(isinstance(one, TimeoutError) for one in args) and not is_idle:
             self.server.gave_up("timeout")
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
@@ -295,7 +358,8 @@ class Server(ThreadingHTTPServer):
         self._sans: Sequence[str] = ()
         self._listen, self._any_port, self._web_config = listen, any_port, web_config
         self._room = threading.Semaphore(self.limits.connections)
-        self._clients: set[socket.socket] = set()
+        self._clients: dict[Any, tuple[float, socket.socket]] = {}
+        # By address: when it was answered last, or came.
         self._reported = -_FOREVER
 
     @property
@@ -335,10 +399,16 @@ class Server(ThreadingHTTPServer):
             self.shutdown()
             self.server_close()
         with self.lock:
-            for client in self._clients:
-                with suppress(OSError):  # ended already
-                    # Not by SSLSocket.shutdown, which takes the TLS object from its reader.
-                    socket.socket.shutdown(client, socket.SHUT_RDWR)
+            for _, client in self._clients.values():
+                _shut(client)
+
+    def answered(self, address: Any, status: int) -> None:
+        """Count a response to a client."""
+        with self.lock:
+            self.counters.responses.setdefault(status, 0)
+            self.counters.responses[status] += 1
+            if address in self._clients:
+                self._clients[address] = (time.monotonic(), self._clients[address][1])
 
     def gave_up(self, reason: str) -> None:
         """Count a connection that is ended early."""
@@ -355,24 +425,27 @@ class Server(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client in a new thread, or close it if there are too many."""
+        """Serve a client in a new thread; if there are too many, one that is idle has to go."""
         if not self._room.acquire(blocking=False):
             self.gave_up("crowded")
-            request.close()
-            return
+            with self.lock:
+                _shut(min(self._clients.values(), key=lambda one: one[0])[1])
+            if not self._room.acquire(timeout=_EVICTION_SECONDS):
+                request.close()
+                return
         with self.lock:
-            self._clients.add(request)
+            self._clients[client_address] = (time.monotonic(), request)
             self.counters.connections = len(self._clients)
             self.counters.accepted += 1
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be started
-            self._forget(request)
+            self._forget(client_address)
             raise
 
-    def _forget(self, client: socket.socket) -> None:
+    def _forget(self, address: Any) -> None:
         with self.lock:
-            self._clients.discard(client)
+            self._clients.pop(address, None)
             self.counters.connections = len(self._clients)
         self._room.release()
 
@@ -381,7 +454,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._forget(request)
+            self._forget(client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Shake hands if this is a TLS port, then serve requests."""
@@ -390,6 +463,8 @@ class Server(ThreadingHTTPServer):
                 super().finish_request(request, client_address)
                 return
             with self._secured(self._context, request) as secure:
+                with self.lock:  # the plain socket has lost its descriptor
+                    self._clients[client_address] = (time.monotonic(), secure)
                 super().finish_request(secure, client_address)
 
     def _secured(self, context: ssl.SSLContext, client: socket.socket) -> ssl.SSLSocket:
@@ -424,3 +499,9 @@ class Server(ThreadingHTTPServer):
         if time.monotonic() - self._reported > _REPORT_SECONDS:
             self._reported = time.monotonic()
             _LOG.error("error while serving: %r", sys.exception())
+
+
+def _shut(client: socket.socket) -> None:
+    with suppress(OSError):  # ended already
+        # Not by SSLSocket.shutdown, which takes the TLS object from its reader.
+        socket.socket.shutdown(client, socket.SHUT_RDWR)

@@ -149,8 +149,13 @@ class LocalScheduler:
                         ) from error
                 # Ask the supervisor rather than kill the job's processes here: it alone knows all
                 # of them, including daemons that left the session, and it records the end.
-                elif not job.state.over and (owner := job.supervisor):
-                    send(Identity(owner.pid, owner.start_ticks), signal.SIGUSR1)
+                elif (
+                    not job.state.over
+                    and (owner := job.supervisor)
+                    and not send(Identity(owner.pid, owner.start_ticks), signal.SIGUSR1)
+                ):
+                    # As after a restart of its container, from where nobody can tell.
+                    job.end(JobState.CANCELLED, "cancelled; its supervisor is not here")
 
     def _settle(self) -> list[LocalJob]:
         """End lost jobs and start missing supervisors; return the unfinished jobs."""

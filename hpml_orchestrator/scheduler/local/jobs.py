@@ -70,7 +70,7 @@ _SCONTROL = """\
 case "$1 $2" in
   'show hostname' | 'show hostnames') echo "${3-$SLURM_JOB_NODELIST}" | tr , '\\n' && exit ;;
   "requeue $SLURM_JOB_ID" | "requeue ${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}")
-    exec kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID" ;;
+    kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID"; exit ;;
 esac
 echo "scontrol: error: a local job has: show hostnames; requeue $SLURM_JOB_ID (itself)" >&2
 exit 1
@@ -330,27 +330,32 @@ class Home:
 
         The list is empty without jobs, or if their records cannot be read.
         """
-        directory = self._jobs / str(number)
         try:
-            if number not in self._requests:
-                self._requests[number] = LocalRequest.read(directory / "job.json")
-            request = self._requests[number]
-            indices = list(request.indices)
-            positions = range(len(indices) or 1)
-            if index is not None:
-                positions = range(indices.index(index), indices.index(index) + 1)
-            names = set(os.listdir(directory))
-            return [
-                LocalJob(directory, request, position, self._status(directory, position, names))
-                for position in positions
-            ]
+            return self._read(number, index)
         except (NotFoundError, RecordError, KeyError, OSError, TypeError, ValueError):
             return []
+
+    def _read(self, number: int, index: int | None) -> list[LocalJob]:
+        directory = self._jobs / str(number)
+        if number not in self._requests:
+            self._requests[number] = LocalRequest.read(directory / "job.json")
+        request = self._requests[number]
+        indices = list(request.indices)
+        positions = range(len(indices) or 1)
+        if index is not None:
+            positions = range(indices.index(index), indices.index(index) + 1)
+        names = set(os.listdir(directory))
+        return [
+            LocalJob(directory, request, position, self._status(directory, position, names))
+            for position in positions
+        ]
 
     def _status(self, directory: Path, position: int, names: Collection[str]) -> Status:
         """Return a task's state: pending without a file, read once if it is over."""
         name = f"{position}.json"
-        if name not in names:
+        # A file that is renamed to its name while the directory is read may be missing from it.
+        # One that runs has the directory of its steps, too, and reads only its own file.
+        if name not in names and f"steps-{position}" not in names:
             return _PENDING
         path = directory / name
         if path not in self._ends:
@@ -370,6 +375,16 @@ class Home:
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
         return self.jobs_of(int(number), int(index) if index else None)
+
+    def dependency(self, job_id: str) -> list[LocalJob] | None:
+        """Return the jobs of an id, none if it was pruned; None if that cannot be read now."""
+        number, _, index = job_id.partition("_")
+        try:
+            return self._read(int(number), int(index) if index else None)
+        except (NotFoundError, FileNotFoundError, ValueError):
+            return []
+        except (RecordError, KeyError, OSError, TypeError):
+            return None
 
     def active(self) -> list[LocalJob]:
         """Return the jobs that are not over, in order."""

@@ -53,12 +53,16 @@ def main(home_path: str, number: str, lock: str) -> None:
     """Wait for the next task of a submission, and run it."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)  # another supervisor may have blocked them
     os.set_inheritable(int(lock), False)
     home = Home(Path(home_path))
     run = _next(home, int(number))
-    home.started(int(number), int(lock))
+    with contextlib.suppress(HpmlError, OSError):  # the next call of hpml starts the others
+        home.started(int(number), int(lock))
     if run is not None:
         run.until_over()
+        if run.ending and run.ending[0] is JobState.NODE_FAIL:
+            return  # the machine shuts down: whoever waits starts after it
         # Under the lock: while another process holds it, an end that was recorded just now must not
         # look like the death of a supervisor.
         with contextlib.suppress(HpmlError, OSError), home.lock():
@@ -82,27 +86,39 @@ def _next(home: Home, number: int) -> _Run | None:
                 fcntl.lockf(line, fcntl.LOCK_EX, 1, number)
                 reason = "" if _nobody_before(line, number, fcntl.LOCK_NB) else BEHIND
             if not reason or reason != tasks[0].status.reason:
-                with home.lock(_NEVER):
-                    tasks = home.pending(number)  # some may have been cancelled
-                    if reason == _NEVER_MET:
-                        for job in tasks:
-                            with contextlib.suppress(RecordError):
-                                job.end(JobState.CANCELLED, reason)
-                    if reason == _NEVER_MET or not tasks:
-                        return None
-                    got = reason or _allocation(tasks[0], home.settle())
-                    if not isinstance(got, str):
-                        # Signals are blocked before the claim: from then on `cancel` sends one,
-                        # whose default action would kill this process.
-                        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-                        tasks[0].claim(*got)
-                        return _Run(home, tasks[0])
-                    tasks[0].wait_for(got)
+                try:
+                    claimed = _claimed(home, number, reason)
+                except (HpmlError, OSError):  # no job is lost because a disk is full for a moment
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+                    time.sleep(_RECORD_PAUSE_SECONDS)
+                    continue
+                if claimed is not None:
+                    return _Run(home, claimed)
             if reason == BEHIND:
                 _nobody_before(line, number)
             else:
                 time.sleep(_LOOK_SECONDS)
     return None
+
+
+def _claimed(home: Home, number: int, reason: str) -> LocalJob | None:
+    """Claim the next task of a submission, or note why it waits; raises if that is not recorded."""
+    with home.lock(_NEVER):
+        tasks = home.pending(number)  # some may have been cancelled
+        if reason == _NEVER_MET:
+            for job in tasks:
+                job.end(JobState.CANCELLED, reason)
+        if reason == _NEVER_MET or not tasks:
+            return None
+        got = reason or _allocation(tasks[0], home.settle())
+        if isinstance(got, str):
+            tasks[0].wait_for(got)
+            return None
+        # Signals are blocked before the claim: from then on `cancel` sends one, whose default
+        # action would kill this process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        tasks[0].claim(*got)
+        return tasks[0]
 
 
 def _nobody_before(line: int, number: int, how: int = 0) -> bool:
@@ -131,7 +147,10 @@ def _obstacle(home: Home, job: LocalJob) -> str:
 
 def _met(home: Home, job_id: str, end: str) -> bool | None:
     """Return whether a dependency is met; None if that is still open."""
-    states = [job.state for job in home.find(job_id)]
+    jobs = home.dependency(job_id)
+    if jobs is None:
+        return None
+    states = [job.state for job in jobs]
     if not all(state.over for state in states):
         return None
     completed = all(state is JobState.COMPLETED for state in states)

@@ -354,6 +354,20 @@ def test_a_killed_supervisor_that_waits_is_replaced(bench: Bench, tasks: str) ->
     assert [path.read_text() for path in outputs] == ["ran\n"] * len(outputs)
 
 
+def test_nothing_starts_while_the_machine_shuts_down(bench: Bench) -> None:
+    """TERM ends one that waits, whoever has started it; one that runs starts none."""
+    job_id = bench.submit("echo > up; sleep 64", array="0-1", ranks_per_node=2)
+    bench.waits(f"{job_id}_1", f"Resources: 2 CPUs wanted, 0 of 2 free (running: {job_id}_0)")
+    running = bench.supervisor(job_id)
+    (waiting,) = [one for one in supervisors(bench, job_id) if one != running]
+    assert send(waiting, signal.SIGTERM)
+    eventually(lambda: supervisors(bench, job_id) == [running])
+    assert send(running, signal.SIGTERM)
+    eventually(lambda: not supervisors(bench, job_id))
+    assert bench.until(f"{job_id}_0", lambda status: status.state.over).state is JobState.NODE_FAIL
+    bench.running(f"{job_id}_1")  # once somebody calls hpml again
+
+
 def test_supervisors_that_are_killed_all_the_time(bench: Bench) -> None:
     """Every task ends, none starts twice, no CPU is shared, and no process is left."""
     note = 'echo $SLURM_JOB_ID $(taskset -cp $$ | sed "s/.*: //; s/-/,/") $(date +%s%N) >> ../'
