@@ -398,7 +398,7 @@ def _bases_of(paths: NodePaths, local_dir: str | None = None) -> Bases:
     return Bases(shm=paths.ram, local=local)
 
 
-@group.command()
+@group.command("ls")
 def ls(
     context: typer.Context, directories: _Directories = None, as_json: JsonOption = False
 ) -> None:
@@ -416,7 +416,7 @@ def ls(
         )
 
 
-@group.command()
+@group.command("verify")
 def verify(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH", help="Paths printed by `hpml stage`.")
@@ -451,7 +451,7 @@ def verify(
         )
 
 
-@group.command()
+@group.command("clean")
 def clean(
     context: typer.Context,
     places: Annotated[

@@ -66,7 +66,7 @@ def test_one_program_on_two_nodes_is_a_question(hpml: Hpml, shell: Shell) -> Non
     assert "nodes: 2" not in text.partition("name:")[2]
     script = hpml("render", "job.yaml").out
     assert "#SBATCH --nodes=1\n" in script
-    assert "#SBATCH --mem=8G\n" in script or "--mem=8192M" in script
+    assert "#SBATCH --mem-per-cpu=4096M\n" in script
     assert "custom-name: " in (checked := hpml("check", "job.yaml")).out + checked.err
 
 
