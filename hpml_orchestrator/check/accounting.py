@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpml_orchestrator.check.finding import CheckFinding, Level
-from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field, memory_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import format_time, size_text
@@ -98,7 +98,8 @@ def accounting_limits(
             message += _enforcement_note(owner) * (not at_least)
             code = _code(resource.removeprefix("gres/"), owner)
             field, _ = _FIELDS[resource.partition(":")[0]]
-            field = cpus_field(request.job) if resource == "cpu" else field
+            job = request.job
+            field = {"cpu": cpus_field(job), "mem": memory_field(job)}.get(resource, field)
             if amounts is minutes:
                 code, field = _code("minutes", owner), "time"
             elif resource == "job" and not isinstance(owner, Qos):

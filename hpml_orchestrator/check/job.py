@@ -30,7 +30,7 @@ from hpml_orchestrator.check.paths import (
     check_shared,
     check_software,
 )
-from hpml_orchestrator.check.request import cpus_field
+from hpml_orchestrator.check.request import cpus_field, memory_field
 from hpml_orchestrator.check.rules import ClusterAnswer, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.records.store import Store
@@ -278,9 +278,7 @@ def _stages(
 def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
     """Yield what a job requests and this machine does not have."""
     for code, limit, shown in shortages(job, machine):
-        field_name = cpus_field(job) if code == "cpus" else code
-        if code == "memory" and job.resources.memory_per_cpu:
-            field_name = "memory_per_cpu"
+        field_name = {"cpus": cpus_field(job), "memory": memory_field(job)}.get(code, code)
         in_job = code == "array"
         value = str(job.array) if in_job else job.resources.written(field_name)
         most = size_text(limit) if code == "memory" else limit

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, warning
+from hpml_orchestrator.check.request import memory_field
 from hpml_orchestrator.diagnosis import memory
 from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, TrainingOption
 from hpml_orchestrator.errors import HpmlError
@@ -246,7 +247,8 @@ def check_memory(job: Job, store: Store) -> list[CheckFinding]:
         if message:
             hint = "ask for more, or see `hpml advise`"
             shown = human_bytes(job.resources.node_memory * MIB)
-            return [warning("memory.last_run", "resources.memory", shown, message, None, hint)]
+            field = f"resources.{memory_field(job)}"
+            return [warning("memory.last_run", field, shown, message, None, hint)]
     return []
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import CheckFinding, error, warning
-from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field, memory_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import size_text
@@ -104,7 +104,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
 
     if cpus > request.cpus:
         text = f"{cpus} CPUs per node, because of its memory (MaxMemPerCPU)"
-        yield _Need("cpus", "memory", text, cpus_of, cpus)
+        yield _Need("cpus", memory_field(request.job), text, cpus_of, cpus)
     else:
         ranks = f" ({resources.ranks} ranks of {resources.cpus_per_rank})"
         text = f"{counted(cpus, 'CPU')} per node{ranks * (resources.ranks > 1)}"
@@ -112,7 +112,8 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     memory, disk = placement.memory_mib, request.disk_mib
     if memory:
         text = placement.memory_text
-        yield _Need("memory", "memory", text, lambda node: node.memory_mib, memory, size_text)
+        field = memory_field(request.job)
+        yield _Need("memory", field, text, lambda node: node.memory_mib, memory, size_text)
     if disk:
         text = f"{size_text(disk)} of local disk for staging"
         # 0: the site does not say

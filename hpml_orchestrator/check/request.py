@@ -27,6 +27,11 @@ def cpus_field(job: Job) -> str:
     return "cpus_per_rank"
 
 
+def memory_field(job: Job) -> str:
+    """Return the field of `resources` that its memory per node comes from."""
+    return "memory_per_cpu" if job.resources.memory_per_cpu else "memory"
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """A job's request.

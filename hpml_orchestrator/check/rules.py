@@ -15,7 +15,7 @@ from hpml_orchestrator.check import accounting
 from hpml_orchestrator.check.accounting import AccountSelection, select_account
 from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
 from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
-from hpml_orchestrator.check.request import JobRequest, Placement, job_request
+from hpml_orchestrator.check.request import JobRequest, Placement, job_request, memory_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import format_time, size_text
@@ -241,7 +241,7 @@ def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[Chec
     if memory and placement.memory_mib > memory:
         message = f"{where} takes at most {size_text(memory)} of memory per node; "
         message += f"this job asks for {placement.memory_text}"
-        yield request.fault("memory.most", "memory", message, size_text(memory))
+        yield request.fault("memory.most", memory_field(request.job), message, size_text(memory))
 
     most = limits.max_tasks_per_node
     if request.tasks > most:

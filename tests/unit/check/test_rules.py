@@ -376,6 +376,8 @@ def test_what_is_staged_counts() -> None:
     (finding,) = check(job(stage, memory="25000M"), CLUSTER).findings
     assert finding.code == "memory.most"
     assert "33192M of memory per node (8G of it staged to shm)" in finding.message
+    (finding,) = check(job(stage, memory_per_cpu="25000M"), CLUSTER).findings
+    assert (finding.field, finding.value) == ("resources.memory_per_cpu", "25000M")
     (finding,) = check(job(stage), CLUSTER, shm_mib=8192).findings
     assert (finding.code, finding.level, finding.limit) == ("memory.staged", "warning", "500M")
 
