@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
@@ -35,6 +36,14 @@ class _Event(ctypes.Structure):
     )
 
 
+class _Xid(NamedTuple):
+    """How often an error was reported, when last, and by which driver."""
+
+    times: int
+    when: float
+    driver: str
+
+
 class XidLog:
     """The errors reported so far; they outlive the driver, and the exporter until it is reloaded.
 
@@ -47,8 +56,7 @@ class XidLog:
         Args:
             roots: where a node's exporter keeps them, in `run`; None: nowhere.
         """
-        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
-        self._drivers: dict[tuple[str, str], str] = {}  # that reported them last
+        self._seen: dict[tuple[str, str], _Xid] = {}
         self._roots = roots
         self._unsaved = False
         if roots is None:
@@ -57,8 +65,7 @@ class XidLog:
             data = read_json(os.path.join(roots.run, _FILE))
             if data["driver"] and data["driver"] == _driver(roots):
                 for uuid, xid, count, when in data["xids"]:
-                    self._seen[str(uuid), str(xid)] = (int(count), float(when))
-                    self._drivers[str(uuid), str(xid)] = data["driver"]
+                    self._seen[str(uuid), str(xid)] = _Xid(int(count), float(when), data["driver"])
         except (OSError, HpmlError, ValueError, LookupError, TypeError):
             self._seen.clear()  # there is none, or it is damaged
 
@@ -68,7 +75,7 @@ class XidLog:
         self._unsaved = False
         if driver and self._roots:
             found = self._seen.items()
-            xids = [[*key, *value] for key, value in found if self._drivers.get(key) == driver]
+            xids = [[*key, one.times, one.when] for key, one in found if one.driver == driver]
             with suppress(OSError, HpmlError):
                 path = os.path.join(self._roots.run, _FILE)
                 write_json(path, {"driver": driver, "xids": xids})
@@ -85,9 +92,9 @@ class XidLog:
         # A failing GPU may report ever new numbers: they must not become ever new series.
         if (uuid, name) not in self._seen and sum(one == uuid for one, _ in self._seen) >= _KINDS:
             name = "other"
-        count, _ = self._seen.get((uuid, name), (0, 0.0))
-        self._seen[uuid, name] = (count + 1, when)
-        self._drivers[uuid, name] = _driver(self._roots) if self._roots else ""
+        before = self._seen.get((uuid, name))
+        driver = _driver(self._roots) if self._roots else ""
+        self._seen[uuid, name] = _Xid(before.times + 1 if before else 1, when, driver)
         self._unsaved = True
 
     def families(self, shown: Collection[str]) -> list[Metric]:
@@ -100,8 +107,8 @@ class XidLog:
         if not seen:
             return []
         return [
-            XID_ERRORS.family((key, count) for key, (count, _) in seen),
-            XID_LAST.family((key, when) for key, (_, when) in seen),
+            XID_ERRORS.family((key, one.times) for key, one in seen),
+            XID_LAST.family((key, one.when) for key, one in seen),
         ]
 
 
