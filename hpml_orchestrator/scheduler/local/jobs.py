@@ -325,17 +325,17 @@ class Home:
                 hint="set HPML_HOME to the directory of your records",
             ) from error
 
-    def jobs_of(self, number: int, index: int | None = None) -> list[LocalJob]:
-        """Return the jobs of a submission: all tasks of an array, or the one of an index.
+    def jobs_of(self, number: int) -> list[LocalJob]:
+        """Return the jobs of a submission: all tasks of an array.
 
         The list is empty without jobs, or if their records cannot be read.
         """
         try:
-            return self._read(number, index)
+            return self._read(number)
         except (NotFoundError, RecordError, KeyError, OSError, TypeError, ValueError):
             return []
 
-    def _read(self, number: int, index: int | None) -> list[LocalJob]:
+    def _read(self, number: int, index: int | None = None) -> list[LocalJob]:
         directory = self._jobs / str(number)
         if number not in self._requests:
             self._requests[number] = LocalRequest.read(directory / "job.json")
@@ -371,14 +371,13 @@ class Home:
 
     def find(self, job_id: str) -> list[LocalJob]:
         """Return the jobs of an id: `7` means all tasks of an array, `7_3` one of them."""
-        number, _, index = job_id.partition("_")
-        if not number.isdecimal() or (index and not index.isdecimal()):
-            return []
-        return self.jobs_of(int(number), int(index) if index else None)
+        return self.dependency(job_id) or []
 
     def dependency(self, job_id: str) -> list[LocalJob] | None:
         """Return the jobs of an id, none if it was pruned; None if that cannot be read now."""
         number, _, index = job_id.partition("_")
+        if not number.isdecimal() or (index and not index.isdecimal()):
+            return []
         try:
             return self._read(int(number), int(index) if index else None)
         except (NotFoundError, FileNotFoundError, ValueError):
