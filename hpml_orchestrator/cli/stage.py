@@ -206,16 +206,15 @@ def stage(
         raise InputError("needs --to with a target other than auto", field="--trust-mtime")
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
-    with _option_names():
-        requests = requests_for(
-            sources or [],
-            to,
-            kind=kind,
-            keep=True,
-            outside_links=outside_links,
-            follow_links=follow_links,
-            trust_mtime=trust_mtime,
-        )
+    requests = requests_for(
+        sources or [],
+        to,
+        kind=kind,
+        keep=True,
+        outside_links=outside_links,
+        follow_links=follow_links,
+        trust_mtime=trust_mtime,
+    )
     paths = _paths_here(chosen_site(context))
     bases = _bases_of(paths, local_dir)
     if opens_per_second is None:
@@ -353,9 +352,7 @@ _FIELD_IN_HINT = re.compile(r"\b(target|kind): (\w+)")
 
 
 @contextlib.contextmanager
-def _option_names(
-    to: str = "", bases: Bases | None = None, local_dir: str | None = None
-) -> Iterator[None]:
+def _option_names(to: str, bases: Bases, local_dir: str | None) -> Iterator[None]:
     try:
         yield
     except HpmlError as error:

@@ -207,7 +207,7 @@ def copy(
         OSError: the target cannot be written.
     """
     copier = _Copier(plan, source, target_dir, options, retry, progress)
-    problems, threads = copier.problems, options.threads or readers_for(plan.source_root)
+    problems = copier.problems
     # With `goes_on`, hard links may lead to files that could not be copied.
     missing = [FileNotFoundError] if options.goes_on else []
     target = os.open(target_dir, _DIRECTORY)
@@ -216,6 +216,7 @@ def copy(
         copier.run()
         # A reader notices changed files; only a directory's time shows new and removed ones.
         if source.kind in {"tree", "file"}:
+            threads = options.threads or readers_for(plan.source_root)
             check_directories(plan, retry, problems, threads=threads)
         if not options.goes_on:
             problems.raise_any()

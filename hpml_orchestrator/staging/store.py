@@ -418,14 +418,15 @@ class NodeStore:
                 continue
             if entry is None:
                 return None
-            if entry.manifest() is None or not entry.is_trusted():
-                return (entry, None) if self._emptied(entry, make=make) else None
+            manifest = entry.manifest()
+            if manifest is None or not entry.is_trusted():
+                return (entry, None) if self._emptied(entry, manifest, make=make) else None
             entry.release()  # another process has published it meanwhile
 
-    def _emptied(self, entry: Entry, *, make: bool) -> bool:
+    def _emptied(self, entry: Entry, manifest: Manifest | None, *, make: bool) -> bool:
         """Empty an entry that this process has alone, or without `make` remove it."""
-        found = entry.manifest()
-        is_unknown = found is not None and not found.digest  # no digests, and the machine restarted
+        # Its names and sizes are right, but without digests nobody can tell after a restart.
+        is_unknown = manifest is not None and not manifest.digest
         if is_published(entry.path) and not _may_go(entry.path) and not is_unknown:
             entry.release()
             raise ChangedError(entry.data)
