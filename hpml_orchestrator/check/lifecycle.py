@@ -13,7 +13,7 @@ from hpml_orchestrator.check.finding import CheckFinding, error, warning
 from hpml_orchestrator.check.paths import unwritable
 from hpml_orchestrator.records.job import Checkpoint
 from hpml_orchestrator.records.mounts import private_directory
-from hpml_orchestrator.records.progress import lead_seconds
+from hpml_orchestrator.records.run import lead_seconds
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import MIB, format_time, size_text
 from hpml_orchestrator.script.directives import can_requeue, without_time

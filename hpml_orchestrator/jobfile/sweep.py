@@ -27,7 +27,7 @@ from hpml_orchestrator.jobfile.axes import Axis, Choices, Positive, Range, Scala
 from hpml_orchestrator.jobfile.document import read_mapping
 from hpml_orchestrator.jobfile.problems import combined, problems_of
 from hpml_orchestrator.jobfile.text import Model
-from hpml_orchestrator.records import fields
+from hpml_orchestrator.records import units
 
 FILE_VERSION = 1
 """The form of sweep files that this hpml reads."""
@@ -79,7 +79,7 @@ class Scale(Model):
 class BatchSize(Model):
     """Which argument of the program is the batch size."""
 
-    argument: fields.Argument
+    argument: units.Argument
     """Its name, such as `--batch-size`."""
     per: Literal["rank", "global"] = "rank"
     """Whether the program takes the batch of one rank or of all ranks together."""
@@ -91,7 +91,7 @@ class BatchSize(Model):
 class LearningRate(Model):
     """How the learning rate follows the global batch."""
 
-    argument: fields.Argument
+    argument: units.Argument
     """Its name, such as `--lr`."""
     rule: Literal["constant", "linear", "sqrt"] = "constant"
     """How the learning rate grows with the global batch."""
@@ -102,7 +102,7 @@ class LearningRate(Model):
 class Seeds(Model):
     """The random seeds of the repeats."""
 
-    argument: fields.Argument | None = None
+    argument: units.Argument | None = None
     """Name of the program's argument; by default `--seed` where the base job has it."""
     values: Annotated[list[StrictInt], Field(min_length=1), AfterValidator(distinct)] | None = None
     """One seed per repeat; by default 1, 2, 3, …, in a search another one for each run."""
@@ -115,7 +115,7 @@ class Budget(Model):
     """GPU-hours of all points together; nothing is submitted beyond them."""
     core_hours: Positive | None = None
     """CPU core-hours of all points together."""
-    time: fields.Seconds | None = None
+    time: units.Seconds | None = None
     """Wall-clock time since the start after which nothing more is submitted."""
     parallel: Annotated[StrictInt, Field(ge=1)] | None = None
     """Points that run at the same time; default: as many as the cluster starts, of a search 4."""
@@ -198,7 +198,7 @@ class Search(Model):
     """Members among which the best becomes the parent (`evolution`)."""
     checkpoint: Annotated[str, Field(pattern=r"^[\w.][\w./-]*$")] = "checkpoint.pt"
     """File in `{run.dir}` that a generation leaves for the next (`pbt`)."""
-    resume_argument: fields.Argument = "--checkpoint-from"
+    resume_argument: units.Argument = "--checkpoint-from"
     """Argument that takes the parent's checkpoint (`pbt`)."""
 
     @property
@@ -230,9 +230,9 @@ class Sweep(Model):
 
     version: Literal[1] = 1
     """Version of the sweep file's form."""
-    name: fields.JobName | None = None
+    name: units.JobName | None = None
     """Name of the sweep; default: that of the job and the mode."""
-    base: fields.PathText
+    base: units.PathText
     """The job file of every point, relative to this file."""
     set: dict[str, object] = Field(default={})
     """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""

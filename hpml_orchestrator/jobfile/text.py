@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict
 
 from hpml_orchestrator.errors import nearest
-from hpml_orchestrator.records.fields import OF_LAUNCHERS
+from hpml_orchestrator.records.units import OF_LAUNCHERS
 
 _NOT_DOUBLED = r"\{(?!(?<=\{\{)[\w:.-]+\}\})"
 PLACEHOLDER = re.compile(

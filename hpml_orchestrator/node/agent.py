@@ -43,7 +43,7 @@ from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.report import PlanFigures, plan_figures
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.staging.link import interface_address
@@ -242,7 +242,7 @@ class Agent:
             "stages": stages,
             **({"collect": len(self.options.collect)} if self.options.collect else {}),
         }
-        events.append(self._log, "ready", node=self.node, **figures)
+        feed.append(self._log, "ready", node=self.node, **figures)
         # The marker comes last: as soon as all nodes have one, the script starts the ranks.
         self._is_ready = True
         self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
@@ -258,7 +258,7 @@ class Agent:
             stager.hold(stage["path"])
             self._staged[stage["name"]] = stage["path"]
         name = f"SIGKILL of the agent of {self.node}"
-        events.append(self._log, "signal", node=self.node, name=name, count=1)
+        feed.append(self._log, "signal", node=self.node, name=name, count=1)
 
     def _start(self, monitor: NodeMonitor) -> None:
         try:
@@ -419,7 +419,7 @@ class Agent:
                 received, self._received = self._received, []
                 for name, count in Counter(received).items():
                     with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
-                        events.append(self._log, "signal", node=self.node, name=name, count=count)
+                        feed.append(self._log, "signal", node=self.node, name=name, count=count)
                 self._note_at = math.inf
         return min(self._look_at, self._note_at) - now
 

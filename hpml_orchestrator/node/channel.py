@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.node.environment import job_key
 from hpml_orchestrator.node.peers import Peers
-from hpml_orchestrator.records.events import Event
-from hpml_orchestrator.records.feed import is_number
+from hpml_orchestrator.records.feed import Event, is_number
 from hpml_orchestrator.records.files import append_line
 
 if TYPE_CHECKING:

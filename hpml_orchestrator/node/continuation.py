@@ -17,9 +17,8 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import jobstate
 from hpml_orchestrator.records.files import read_text, write_json
 from hpml_orchestrator.records.ids import parse_answer
-from hpml_orchestrator.records.node_job import NodeJob
-from hpml_orchestrator.records.progress import nodes_to_avoid
-from hpml_orchestrator.records.run import PRUNED, Attempt
+from hpml_orchestrator.records.job import NodeJob
+from hpml_orchestrator.records.run import PRUNED, Attempt, nodes_to_avoid
 from hpml_orchestrator.records.submission import Submission
 
 if TYPE_CHECKING:

@@ -20,11 +20,10 @@ from hpml_orchestrator.node import continuation
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.node_job import NodeJob
-from hpml_orchestrator.records.progress import TrainingProgress, progress_of, written_since
-from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.records.job import NodeJob
+from hpml_orchestrator.records.run import Attempt, Run, TrainingProgress, progress_of, written_since
 from hpml_orchestrator.records.texts import (
     ENDING_WORDS,
     beside,
@@ -169,7 +168,7 @@ def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
     now = time.time()
     write_json(directory / "ended.json", {**end._asdict(), **future, "time": round(now, 6)})
     log = directory / "events" / "batch.jsonl"
-    events.append(log, "ended", node="batch", now=now, **end._asdict())
+    feed.append(log, "ended", node="batch", now=now, **end._asdict())
     return 0
 
 
@@ -257,7 +256,7 @@ def _ignored(records: Attempt, reached: TrainingProgress, end: Ending) -> dict[s
 def note_signal(attempt: str, name: str) -> int:
     """Record that the script passed a signal on to the ranks."""
     log = Path(attempt) / "events" / "batch.jsonl"
-    events.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
+    feed.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
     return 0
 
 
@@ -383,7 +382,7 @@ def _has_result(attempt: Attempt) -> bool:
             return True
     except OSError:
         pass
-    recent = events.read_recent(attempt.directory / "events")
+    recent = feed.read_recent(attempt.directory / "events")
     return any(event.data.get("final") for event in recent)
 
 

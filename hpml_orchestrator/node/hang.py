@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.node.processes import ProcessTable, StartedRank, catches, status_of
-from hpml_orchestrator.records.progress import NO_STACKS
+from hpml_orchestrator.records.run import NO_STACKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.records.node_job import NodeJob, SiteLimits
+from hpml_orchestrator.records.job import NodeJob, SiteLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.node.environment import job_key, node_index, node_names
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import Rates, supply_for
@@ -126,7 +126,7 @@ class NodeStaging:
 
     def _stage(self, entry: Stage) -> StageRecord:
         request = self.options.at_its_directory(entry)
-        note = functools.partial(events.append, self.log, "staging", node=self.node)
+        note = functools.partial(feed.append, self.log, "staging", node=self.node)
         note(name=request.name, source=request.source, target=request.target)
         index, nodes = node_index(self.environment)
         self._progress = ProgressReporter(request.name, note, None if index else self.say)

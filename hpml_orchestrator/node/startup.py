@@ -27,9 +27,9 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.node.environment import ELSEWHERE, node_name
 from hpml_orchestrator.placement.report import plan_lines
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
-from hpml_orchestrator.records.node_job import NodeJob
+from hpml_orchestrator.records.job import NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, Submission
@@ -132,8 +132,8 @@ def claim(submission: str) -> int:
     log = attempt.directory / "events" / "batch.jsonl"
     queued = Submission(Path(submission)).started_at()
     if number == 0 and queued is not None:
-        events.append(log, "queued", node="batch", now=queued)
-    events.append(
+        feed.append(log, "queued", node="batch", now=queued)
+    feed.append(
         log,
         "started",
         node="batch",

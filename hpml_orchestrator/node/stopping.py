@@ -25,9 +25,8 @@ from hpml_orchestrator.node import hang, jobstate
 from hpml_orchestrator.node.environment import node_index
 from hpml_orchestrator.node.peers import Slowest
 from hpml_orchestrator.node.processes import ProcessTable, StartedRank, catches, kill_families
-from hpml_orchestrator.records import events
-from hpml_orchestrator.records.progress import end_margin, lead_seconds
-from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.records import feed
+from hpml_orchestrator.records.run import Attempt, Run, end_margin, lead_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -196,7 +195,7 @@ class StopPath:
         self.reason = reason
         with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
             log = self._records.directory / "events" / f"{self._node}.jsonl"
-            events.append(log, "stop", node=self._node, reason=reason)
+            feed.append(log, "stop", node=self._node, reason=reason)
         if reason == "time_limit" and self._term_at == math.inf:
             if self._index:  # the first node has just asked
                 self._ask_for_end()
@@ -217,7 +216,7 @@ class StopPath:
             with contextlib.suppress(HpmlError, OSError):
                 log = self._records.directory / "events" / f"{self._node}.jsonl"
                 names = sorted(rank.rank for rank in ranks)
-                events.append(log, "hang", node=self._node, seconds=round(seconds), ranks=names)
+                feed.append(log, "hang", node=self._node, seconds=round(seconds), ranks=names)
             if not self.reason:
                 self._request("hang", now)
         self._kill_at = min(self._kill_at, now + _HANG_SECONDS)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records.events import event_fault, parse_record
-from hpml_orchestrator.records.feed import is_number
+from hpml_orchestrator.records.feed import event_fault, is_number, parse_record
 from hpml_orchestrator.records.files import names_in, read_json
 
 if TYPE_CHECKING:

@@ -1,24 +1,21 @@
-r"""Messages from a node's agent to exporters: the figures of the ranks of a training.
-
-One message, of at most 32 KiB:
-
-    hpml-feed 2 <part>\n
-    {"pid": 4242, "binding": [7, 1] or null, "ranks": [
-        {"r": 0, "age": 0.4, "t": [one number per COUNTERS],
-         "b": [steps by duration, see STEP_BOUNDS_SECONDS] or null,
-         "m": method of communication or null, "g": {"loss": 0.1}}, ...]}
-
-A rank always travels in the same part, and each part is complete: only the latest one of each
-matters. `binding` counts ranks that are bound as planned, and others.
-"""
+"""Messages of the training channel, and the events that agents write."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import re
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_lines
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
     from typing import TypeGuard
 
 COUNTERS = (
@@ -162,3 +159,195 @@ def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < _HIGHEST:
         raise ValueError("not a count")
     return value
+
+
+# The events of a job, in one vocabulary that staging, training, sweeps and reports share.
+
+VOCABULARY = (
+    "queued",  # handed to the scheduler
+    "started",  # the script of this attempt runs
+    "staging",  # a node began to bring data in
+    "ready",  # a node has all of its data
+    "rendezvous",  # a rank entered the process group's start
+    "preparation",  # a rank is in the process group, and prepares data, model and checkpoint
+    "resumed",  # a rank continues from a checkpoint
+    "warm-up",  # a rank runs its first steps
+    "training",  # a rank begins to train at `data.step` of `data.total_steps`
+    "step",  # a rank's cumulative counters, at most once a second, and less often later
+    "evaluation",  # a rank evaluates
+    "checkpoint",  # a rank writes a checkpoint
+    "signal",  # the script (node `batch`) or a node's steps got one that did not end the job
+    "hang",  # no rank of a node gave a sign of life for too long
+    "stop",  # a node was asked to stop the job; the reason is in `data.reason`
+    "stopping",  # a rank stops on request
+    "link",  # `data.url` of a page about the run, such as an experiment tracker's, and its `name`
+    "ended",  # the attempt ended; the reason is in `data.reason`
+)
+"""The only names that an event may have, in the order of a job's life."""
+
+# A line as `Event.to_json` writes it, without objects in the data.
+_STEP = re.compile(
+    rb'\{"schema_version":1,"time":[\d.]+,"event":"step","node":"[^"]*","rank":(\d+),'
+    rb'"data":\{[^{}\x00-\x1f]*\}\}\n'
+)
+_STEPS_TOTAL = re.compile(rb'"steps_total":(\d+(?:\.\d+)?)[,}]')
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event.
+
+    Attributes:
+        time: seconds since the epoch on the node's clock.
+        event: one of `VOCABULARY`.
+        node: Slurm's name of the node, or `batch` for the script itself.
+        rank: global rank; None for events of a node or the script.
+        data: its figures and words, with units in the keys.
+    """
+
+    time: float
+    event: str
+    node: str
+    rank: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.event not in VOCABULARY:
+            raise ValueError(f"{self.event!r} is not an event; one of {', '.join(VOCABULARY)}")
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON."""
+        body: dict[str, object] = {
+            "schema_version": SCHEMA_VERSION,
+            "time": round(self.time, 6),
+            "event": self.event,
+            "node": self.node,
+        }
+        if self.rank is not None:
+            body["rank"] = self.rank
+        if self.data:
+            body["data"] = dict(self.data)
+        return json.dumps(body, separators=(",", ":"), default=str)
+
+
+def append(
+    path: Path,
+    event: str,
+    *,
+    node: str,
+    rank: int | None = None,
+    now: float | None = None,
+    **data: object,
+) -> Event:
+    """Append one event to a node's JSONL file and return it."""
+    made = Event(time.time() if now is None else now, event, node, rank, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_line(path, made.to_json())
+    return made
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of one JSONL file; skip unknown events and newer schemas."""
+    return filter(None, map(_event_of, read_lines(path)))
+
+
+def read_all(directory: Path) -> Iterator[Event]:
+    """Yield an attempt's events, file by file in the order of writing; the script's come first."""
+    for path in _files(directory):
+        yield from read(path)
+
+
+def read_milestones(directory: Path) -> Iterator[Event]:
+    """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
+
+    If a rank is restarted, its counters start again at 0: then the last step before and the first
+    after the restart are yielded, too. At most one event per rank is kept in memory.
+    """
+    for path in _files(directory):
+        counted: dict[int | None, float] = {}
+        last: dict[int | None, bytes] = {}
+        for line in read_lines(path):
+            step, event = _STEP.fullmatch(line), None
+            rank = int(step[1]) if step else None
+            if step is None:
+                event = _event_of(line)
+                if event is None or event.event != "step":
+                    yield from filter(None, (event,))
+                    continue
+                rank = event.rank
+            # Two regular expressions instead of a JSON parser for each line: nearly all lines of a
+            # long training are steps, and only the last of each rank is parsed.
+            steps = _steps(line)
+            if rank in counted and steps >= counted[rank]:
+                last[rank] = line
+            elif (event := event or _event_of(line)) is not None:
+                yield from filter(None, map(_event_of, filter(None, (last.pop(rank, None),))))
+                yield event
+            counted[rank] = steps
+        yield from filter(None, map(_event_of, last.values()))
+
+
+def _steps(line: bytes) -> float:
+    """Return the counted steps in a line of a `step`; 0 if it does not report them."""
+    found = _STEPS_TOTAL.search(line)
+    return float(found[1]) if found else 0.0
+
+
+def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
+    """Yield the events in the last `size` bytes of each of an attempt's files that can be read."""
+    for path in _files(directory):
+        with contextlib.suppress(OSError), path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
+            # The first and the last line may be incomplete; they are skipped as not JSON.
+            yield from filter(None, map(_event_of, stream.read(size).splitlines()))
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.jsonl"), key=lambda path: (path.stem != "batch", path.name))
+
+
+def event_fault(line: bytes) -> str:
+    """Return why a line is not an event; empty if it is one, even with an unknown name."""
+    if _STEP.fullmatch(line):
+        return ""
+    record = parse_record(line, SCHEMA_VERSION)
+    if isinstance(record, str):
+        return record
+    if not isinstance(record.get("event"), str):
+        return "it has no `event`"
+    if record["event"] not in VOCABULARY:  # from a newer hpml with the same schema
+        return ""
+    rank, event = record.get("rank"), _event_of(line)
+    if event is None or not math.isfinite(event.time) or not isinstance(rank, (int, type(None))):
+        return "not an event: `time`, `node`, `rank` or `data` has a wrong value"
+    return ""
+
+
+def parse_record(line: bytes, newest: int) -> dict[str, object] | str:
+    """Return a line's JSON object, or why it is not one of a schema up to `newest`."""
+    try:
+        record = json.loads(line.decode("utf-8", "surrogateescape"))
+    except ValueError:
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    version = record.get("schema_version", newest)
+    if type(version) is not int or version > newest:
+        return f"schema_version {version!r}; this hpml reads up to {newest}"
+    return record
+
+
+def _event_of(line: bytes) -> Event | None:
+    try:
+        parsed = json.loads(line.decode("utf-8", "surrogateescape"))
+        if parsed.get("schema_version", 0) > SCHEMA_VERSION:
+            return None
+        return Event(
+            float(parsed["time"]),
+            str(parsed["event"]),
+            str(parsed["node"]),
+            parsed.get("rank"),
+            dict(parsed.get("data") or {}),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None

@@ -1,14 +1,13 @@
-"""Names of submissions and runs: sortable by time, unique across hosts, good as file names.
-
-And the ids of jobs, as Slurm gives them.
-"""
+"""Ids of runs, submissions and jobs, and the indexes of job arrays."""
 
 from __future__ import annotations
 
 import calendar
+import functools
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.texts import clock_text
@@ -117,3 +116,152 @@ def parse_answer(text: str) -> tuple[str, str]:
             if answer and valid_id(answer[1]):
                 return answer[1], (answer[2] or "").lower()
     return "", ""
+
+
+# The tasks of a job array: indices in Slurm's forms, and how many may run at once.
+
+_MAX_INDEX = 4_000_000
+"""The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
+
+_MAX_TASKS = 10_000
+"""Most tasks of one submission: each has a directory of records."""
+
+_FORMS = "indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+_PROGRESSION = 3  # two indices with a step between them are shorter as a list
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The tasks of an array.
+
+    Attributes:
+        indices: each once, sorted.
+        limit: how many may run at once, None for as many as fit.
+
+    >>> str(ArraySpec((0, 1, 2, 7), 2)), str(ArraySpec((0, 4, 8)))
+    ('0-2,7%2', '0-8:4')
+    """
+
+    indices: tuple[int, ...]
+    limit: int | None = None
+
+    @property
+    def max_index(self) -> int:
+        """The largest index, which a cluster bounds (its MaxArraySize is one more)."""
+        return self.indices[-1]
+
+    def __str__(self) -> str:
+        """Return it in Slurm's form, always the same for the same tasks."""
+        limit = "" if self.limit is None else f"%{self.limit}"
+        first, last = self.indices[0], self.indices[-1]
+        step = self.indices[1] - first if len(self.indices) >= _PROGRESSION else 1
+        if step > 1 and self.indices == tuple(range(first, last + 1, step)):
+            return f"{first}-{last}:{step}{limit}"
+        spans: list[list[int]] = []
+        for index in self.indices:
+            if spans and index == spans[-1][-1] + 1:
+                spans[-1] = [spans[-1][0], index]
+            else:
+                spans.append([index])
+        return ",".join("-".join(map(str, span)) for span in spans) + limit
+
+
+def parse_array(value: object) -> ArraySpec:
+    """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, a number or a list of numbers.
+
+    Raises:
+        ValueError: it is in none of these forms, an index is too large, or there are too many.
+
+    >>> parse_array("0-31:8,3%2")
+    ArraySpec(indices=(0, 3, 8, 16, 24), limit=2)
+    >>> parse_array([7, 1]), str(parse_array("0-2,3"))
+    (ArraySpec(indices=(1, 7), limit=None), '0-3')
+    """
+    if isinstance(value, list):
+        if not value:
+            raise ValueError("must name at least one index; leave the field out for a single job")
+        if any(isinstance(index, bool) or not isinstance(index, int) for index in value):
+            raise ValueError(f"must be a list of whole numbers such as [1, 3, 7], or {_FORMS}")
+        text = ",".join(map(_written, value))
+    elif isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"must be {_FORMS}")  # noqa: TRY004 - pydantic wants ValueError
+    else:
+        text = _written(value)
+    body, percent, limit = text.strip().partition("%")
+    if percent and (not _NUMBER.fullmatch(limit) or int(limit) < 1):
+        raise ValueError("must have a number above zero behind the %: how many tasks run at once")
+    indices: set[int] = set()
+    # Lengths are checked before a range is expanded: `0-4000000` must fail at once, not after it
+    # has filled the memory.
+    for span in [_span(part.strip()) for part in body.split(",")]:
+        if span[-1] > _MAX_INDEX:
+            raise ValueError(f"must have indices up to {_MAX_INDEX}, which is the most Slurm takes")
+        if len(span) <= _MAX_TASKS:
+            indices.update(span)
+        if max(len(span), len(indices)) > _MAX_TASKS:
+            raise ValueError(
+                f"must have at most {_MAX_TASKS} tasks, since each has a directory of records; "
+                "submit the rest as another job, or let each task do more"
+            )
+    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
+
+
+def row_covers_task(shown_id: str, job_id: str) -> bool:
+    """Return whether the id of one of Slurm's rows covers a task of an array.
+
+    `25_[2,4-9:2%3]` covers 25_6. Slurm cuts long lists short, as `25_[2,4,...%3]` (accounting),
+    as `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or as plain `25`: such an id covers every
+    task that may have been cut off.
+
+    >>> row_covers_task("25_[2,4-9:2%3]", "25_6"), row_covers_task("25_[2,4-9:2%3]", "25_5")
+    (True, False)
+    """
+    base, _, tasks = shown_id.partition("_")
+    asked, _, task = job_id.partition("_")
+    if base != asked or not (task.isascii() and task.isdigit()):
+        return False
+    if not tasks:
+        return True
+    if not tasks.startswith("["):
+        return False
+    # A long list is cut at its end, and indices are in ascending order. So a task beyond the last
+    # index that is shown may be in the row, one before it cannot.
+    named, last_before_cut = _named(tasks)
+    return int(task) in named or (last_before_cut is not None and int(task) > last_before_cut)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(tasks: str) -> tuple[frozenset[int], int | None]:
+    """Return the tasks in `[…]`, and the last one before a cut; None if nothing was cut."""
+    parts = tasks.removeprefix("[").partition("%")[0].removesuffix("]").split(",")
+    cut = not tasks.endswith("]")
+    if cut:
+        parts.pop()  # its last number may have been cut in two
+    indices: set[int] = set()
+    for part in parts:
+        try:
+            span = _span(part)
+        except ValueError:
+            cut = True
+        else:
+            indices.update(range(span.start, min(span.stop, _MAX_INDEX + 1), span.step))
+    return frozenset(indices), max(indices, default=-1) if cut else None
+
+
+def _written(value: int | str) -> str:
+    """Return a number as the job file spells it: YAML reads 1_3 as 13, which nobody means here."""
+    return str(getattr(value, "written", value))
+
+
+def _span(part: str) -> range:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise ValueError(f"must be {_FORMS}")
+    first, last, step = match.groups()
+    if last is not None and int(last) < int(first):
+        raise ValueError(f"must have the smaller index first, not {part}")
+    if step is not None and int(step) < 1:
+        raise ValueError(f"must have a step above zero, not {part}")
+    return range(int(first), int(last or first) + 1, int(step or 1))

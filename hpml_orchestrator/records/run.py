@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pwd
-from dataclasses import dataclass
+import re
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.records.damage import END_FIELDS, field_fault
-from hpml_orchestrator.records.events import read, read_all, read_milestones
+from hpml_orchestrator.records.feed import is_number, read, read_all, read_milestones
 from hpml_orchestrator.records.files import (
     append_line,
+    create_json,
     names_in,
     read_json,
     read_json_lines,
     read_text,
     write_json,
 )
-from hpml_orchestrator.records.starts import Start, mark_start, newest_start
+from hpml_orchestrator.records.process import Owner, this_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.feed import Event
     from hpml_orchestrator.records.schema import (
         BindingRecord,
         EndRecord,
@@ -37,6 +41,84 @@ if TYPE_CHECKING:
         SoftwareRecord,
         StopRecord,
     )
+
+# Decides which process may call sbatch next, without a lock that a dead process could leave.
+#
+# Calls are numbered. The first is the file `NAME.started`, the next `NAME.started.2` and so on. Each
+# is created exclusively, so only one of many processes gets a number. A process that found no job
+# after n calls may only make call n + 1: of two that searched at the same time, the slower one finds
+# its number taken and has to search again. A call is never withdrawn; if its process dies, it stays
+# as a call without a job.
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process that was about to call sbatch.
+
+    Attributes:
+        number: counted from 1.
+        time: seconds since the epoch.
+        owner: the process; None if its record cannot be understood.
+    """
+
+    number: int
+    time: float
+    owner: Owner | None
+
+
+def mark_start(first: Path, number: int, *, now: float, key: str) -> bool:
+    """Record durably that this process is about to call sbatch: from here a job may exist.
+
+    Args:
+        first: path of the first start's record.
+        number: of this start.
+        now: seconds since the epoch.
+        key: what the job is for, for the record.
+
+    Returns:
+        False if another process has made that start: sbatch must not be called.
+
+    Raises:
+        RecordError: the directory cannot be written.
+    """
+    # Durable before sbatch runs: after a crash of this machine, the mark is what tells the next
+    # process that a job may exist.
+    return create_json(_path(first, number), {"time": now, **asdict(this_owner(key))})
+
+
+def newest_start(first: Path) -> Start | None:
+    """Return the last start; None if there was none.
+
+    Args:
+        first: path of the first start's record.
+
+    Raises:
+        RecordError: the directory cannot be read.
+    """
+    # List the directory instead of probing names: NFS caches for a while that a file is missing.
+    try:
+        names = os.listdir(first.parent)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = error.strerror or error
+        raise RecordError(f"cannot read {first.parent}: {reason}") from error
+    pattern = re.compile(re.escape(first.name) + r"(?:\.([0-9]{1,9}))?")
+    matches = [pattern.fullmatch(name) for name in names]
+    number = max((int(match[1] or 1) for match in matches if match), default=0)
+    if not number:
+        return None
+    path = _path(first, number)
+    try:
+        time = float(read_json(path)["time"])
+    except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
+        time = path.stat().st_mtime if path.exists() else 0.0  # damaged
+    return Start(number, time, Owner.read(str(path)))
+
+
+def _path(first: Path, number: int) -> Path:
+    return first if number == 1 else first.with_name(f"{first.name}.{number}")
+
 
 PRUNED = "pruned"
 """Reason of a search to stop a trial that it gives up; no run continues after it."""
@@ -352,3 +434,161 @@ class Run:
             return None
         attempts[-1].check_readable()
         return attempts[-1]
+
+
+# The progress of an attempt: its last checkpoint, the cost of saving, and the nodes to avoid.
+
+NO_STACKS = "no stacks: it wrote none in time"
+"""What the file of a node's stacks says of a rank that does not react."""
+
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|future|inval|maint|\S*\*", re.IGNORECASE)
+_FIRST_LEAD_SECONDS = 300.0  # before any save was measured
+_LEAD_MARGIN_SECONDS = 15.0
+_LEAST_LEAD_SECONDS = 10.0
+_LIMIT_PART = 4
+_DEPTH = 3
+_LOOK_SECONDS = 10.0  # limit for directories with many files
+_CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
+
+
+class TrainingProgress(NamedTuple):
+    """The progress that the ranks of an attempt reported; None where they did not."""
+
+    step: int | None = None  # of the last checkpoint
+    stopping: bool = False  # whether a rank stopped as it was asked
+    channel: bool = False  # whether any rank reported anything
+    slowest_save: float | None = None  # seconds
+    slowest_step: float | None = None  # seconds
+    saved_at: float | None = None  # when the last checkpoint was reported, since the epoch
+
+
+def progress_of(attempt: Attempt) -> TrainingProgress:
+    """Read the progress of an attempt."""
+    steps: list[int] = []
+    saves: list[float] = []
+    durations: list[float] = []
+    saved: list[float] = []
+    stopping = channel = False
+    for event in attempt.milestones():
+        channel = channel or event.rank is not None
+        stopping = stopping or event.event == "stopping"
+        if event.event == "checkpoint":
+            saved.append(event.time)
+            if (step := _number(event.data.get("step"))) is not None:
+                steps.append(int(step))
+            saves += filter(None, [_number(event.data.get("seconds"))])
+        elif event.event == "step":
+            count = _number(event.data.get("steps_total"))
+            seconds = _number(event.data.get("step_seconds_total"))
+            if count and seconds:
+                durations.append(seconds / count)
+    return TrainingProgress(
+        max(steps, default=None),
+        stopping,
+        channel,
+        max(saves, default=None),
+        max(durations, default=None),
+        max(saved, default=None),
+    )
+
+
+def lead_seconds(
+    configured: float | None,
+    limit: float | None,
+    *,
+    save: float | None = None,
+    step: float | None = None,
+) -> float:
+    """Return how long before the time limit ranks are asked to stop.
+
+    Args:
+        configured: the job file's `lead`; None for automatic: the slowest save, the slowest step
+            (ranks stop between two steps) and a margin.
+        limit: the job's time limit in seconds; None if unknown.
+        save: the slowest that ranks of the run have reported so far, in seconds.
+        step: the same of steps.
+    """
+    if configured is not None:
+        return configured
+    lead = _FIRST_LEAD_SECONDS if save is None else save + (step or 0.0) + _LEAD_MARGIN_SECONDS
+    # A job of a few minutes must not stop right after its start.
+    most = math.inf if limit is None else limit / _LIMIT_PART
+    return max(_LEAST_LEAD_SECONDS, min(lead, most))
+
+
+def end_margin(lead: float) -> float:
+    """Return how long before the time limit ranks that still live are ended.
+
+    The script needs that time to requeue the job while it still runs.
+    """
+    return max(5.0, min(30.0, lead / 4))
+
+
+def nodes_to_avoid(
+    attempt: Attempt, ask: Callable[[list[str]], str], say: Callable[[str], None]
+) -> list[str]:
+    """Return the nodes that the next attempt should not get, by name.
+
+    Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever. So
+    nodes are left out only if the partition has enough others that can start jobs. `ask` returns
+    the output of a command of Slurm's, empty if it fails; `say` prints a notice.
+    """
+    suspects = _suspects(attempt)
+    if not suspects:
+        return []
+    begun = attempt.started.data if attempt.started else {}
+    where = [f"--partition={begun['partition']}"] if begun.get("partition") else []
+    listed = ask(["sinfo", "--noheader", "--Node", *where, "--format=%N %T"])
+    pairs = (line.partition(" ") for line in listed.splitlines())
+    usable = {name for name, _, state in pairs if not _UNUSABLE.match(state.strip())}
+    for earlier in attempt.directory.parent.glob("*/next.json"):  # the job may still exclude those
+        usable.difference_update((Attempt(earlier.parent).next or {}).get("exclude", ()))
+    if len(usable - suspects) >= int(_number(begun.get("node_count")) or 1):
+        return sorted(suspects)
+    names = ",".join(sorted(suspects))
+    say(f"the next attempt may get {names} again: its partition has too few other usable nodes")
+    return []
+
+
+def _suspects(attempt: Attempt) -> set[str]:
+    """Return nodes whose agent failed and, after a hang, nodes whose ranks caused it."""
+    names = {str(marker["node"]) for marker in attempt.markers("failed") if marker.get("node")}
+    if (attempt.stop_request() or {}).get("reason") != "hang":
+        return names
+    reached: dict[str, dict[int, float]] = {}
+    for event in attempt.milestones():
+        steps = _number(event.data.get("steps_total")) if event.event == "step" else None
+        if steps is not None and event.rank is not None:
+            reached.setdefault(event.node, {})[event.rank] = steps
+    # The ranks that hang are behind: the others got further before they had to wait for them.
+    slowest = {node: min(ranks.values()) for node, ranks in reached.items()}
+    most = max(slowest.values(), default=0.0)
+    behind = {node for node, steps in slowest.items() if steps < most}
+    if not behind:
+        # Where all stand at the same step, the rank that hangs is the one that cannot write its
+        # stacks: ranks that wait for it in a collective can.
+        files = [*attempt.directory.glob("stacks/*.txt")]
+        silent = {one.stem for one in files if NO_STACKS in one.read_text("utf-8", "replace")}
+        behind = silent if len(silent) < len(files) else set()
+    return names | behind
+
+
+def written_since(directory: str, since: float) -> bool:
+    """Return whether a file below a directory is newer than a time; search for 10 s at most."""
+    until = time.monotonic() + _LOOK_SECONDS
+    # A full walk of a shared file system could take longer than the job has left.
+    depth = directory.rstrip("/").count("/") + _DEPTH
+    for path, folders, files in os.walk(directory):
+        if path.count("/") >= depth:
+            folders.clear()
+        for name in files:
+            with contextlib.suppress(OSError):
+                if Path(path, name).stat().st_mtime >= since - _CLOCK_SLACK_SECONDS:
+                    return True
+        if time.monotonic() > until:
+            return False
+    return False
+
+
+def _number(value: object) -> float | None:
+    return float(value) if is_number(value) else None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, counted
-from hpml_orchestrator.records.events import read_recent
+from hpml_orchestrator.records.feed import read_recent
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
 from hpml_orchestrator.runs.reporting.figures import last_report

@@ -16,9 +16,8 @@ from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.jobfile.load import field_value
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.records.job import with_unknown
-from hpml_orchestrator.records.node_job import AGENT_FILE
-from hpml_orchestrator.records.owner import this_owner
+from hpml_orchestrator.records.job import AGENT_FILE, with_unknown
+from hpml_orchestrator.records.process import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.records.starts import mark_start, newest_start
+from hpml_orchestrator.records.run import mark_start, newest_start
 from hpml_orchestrator.runs.backend import refuse_elsewhere
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import states

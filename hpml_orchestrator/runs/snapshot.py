@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.git import run_git
+from hpml_orchestrator.records.provenance import run_git
 from hpml_orchestrator.records.texts import first_few, human_bytes
 
 if TYPE_CHECKING:

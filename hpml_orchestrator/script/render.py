@@ -11,7 +11,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobfile.text import PLACEHOLDER
-from hpml_orchestrator.records.node_job import NodeJob, SiteLimits
+from hpml_orchestrator.records.job import NodeJob, SiteLimits
 from hpml_orchestrator.records.units import MIB
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.directives import can_requeue, directives

@@ -23,10 +23,10 @@ from hpml_orchestrator.jobfile.paths import absolute
 from hpml_orchestrator.jobfile.problems import combined, problems_of
 from hpml_orchestrator.jobfile.text import Model
 from hpml_orchestrator.jobfile.validate import wrong_fields
-from hpml_orchestrator.records import fields as values
 from hpml_orchestrator.records import units
-from hpml_orchestrator.records.fields import MAX_LIST, Count, Memory, PositiveInt
+from hpml_orchestrator.records import units as values
 from hpml_orchestrator.records.job import NO_GPUS, Json, expand_shorthand
+from hpml_orchestrator.records.units import MAX_LIST, Count, Memory, PositiveInt
 from hpml_orchestrator.site import text
 
 NEEDED_DIRECTIVES = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from hpml_orchestrator.jobfile.address import web_address
-from hpml_orchestrator.records.fields import (
+from hpml_orchestrator.records.units import (
     LONG_OPTION,
     MAX_PATH_BYTES,
     SBATCH_VALUE,

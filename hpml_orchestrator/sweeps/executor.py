@@ -27,8 +27,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.jobfile.paths import absolute
-from hpml_orchestrator.records.array import ArraySpec
-from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.ids import ArraySpec, new_id
 from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission

@@ -29,13 +29,12 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.jobfile.load import leaves
 from hpml_orchestrator.jobfile.sweep import Sweep
-from hpml_orchestrator.records.array import parse_array
-from hpml_orchestrator.records.fields import Prepared
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
-from hpml_orchestrator.records.ids import dated, named_by
+from hpml_orchestrator.records.ids import dated, named_by, parse_array
 from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.units import Prepared
 from hpml_orchestrator.runs.load import ResolvedJob
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.sweeps.scaling import batch_of, learning_rate_of

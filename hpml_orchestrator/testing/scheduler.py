@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.records.array import parse_array
+from hpml_orchestrator.records.ids import parse_array
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 from hpml_orchestrator.testing.clock import FakeClock
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hpml_orchestrator.records.events import Event
+from hpml_orchestrator.records.feed import Event
 from tests.longtraining import counters, record_training
 
 HPML = Path(sys.executable).with_name("hpml")

@@ -27,7 +27,7 @@ from hpml_orchestrator.node.channel import (
     event_of,
     parse,
 )
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from tests.longtraining import WEEK_SECONDS, counters, pause_after, record_training
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.training_runs import JOBS, load
@@ -54,8 +54,8 @@ def reader(tmp_path: Path) -> ChannelReader:
     return ChannelReader(f"hpml/test/{uuid.uuid4().hex}", tmp_path / "events" / "n1.jsonl", "n1")
 
 
-def written(reader: ChannelReader) -> list[events.Event]:
-    return list(events.read(reader._file)) if reader._file.exists() else []
+def written(reader: ChannelReader) -> list[feed.Event]:
+    return list(feed.read(reader._file)) if reader._file.exists() else []
 
 
 def test_a_training_is_written_as_events(reader: ChannelReader) -> None:
@@ -587,7 +587,7 @@ def test_a_week_stays_small(tmp_path: Path, ranks: int) -> None:
     reader = record_training(file, ranks=ranks, chatter=["evaluation"])
     assert file.stat().st_size < 10e6
     assert (reader.refused, reader.write_errors) == (0, 0)
-    found = list(events.read(file))
+    found = list(feed.read(file))
     assert reader.superseded + len(found) == reader.received
     for rank in range(ranks):
         mine = [event for event in found if event.rank == rank]

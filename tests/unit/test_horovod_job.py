@@ -17,7 +17,7 @@ import pytest
 
 from hpml_orchestrator.diagnosis.profile import read_profile
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from tests.patience import eventually
 from tests.unit.training_runs import (
     JOBS,
@@ -84,7 +84,7 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     traced = read_profile(tmp_path / "p")
     assert traced is not None
     assert (traced.steps, traced.ranks) == (5, (0, 1))
-    found = list(events.read(file))
+    found = list(feed.read(file))
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from tests.patience import eventually
 from tests.unit.training_runs import (
     JOBS,
@@ -343,7 +343,7 @@ def test_the_example_to_fill_in_stops_and_resumes(job: ModuleType, tmp_path: Pat
         eventually(reader.peers.by_pid, seconds=LIMIT_SECONDS)
         reader.ask_to_stop("preemption")  # before the process group is there
         assert [finish(rank).returncode for rank in ranks] == [0, 0]
-    stops = [event for event in events.read(file) if event.event == "stopping"]
+    stops = [event for event in feed.read(file) if event.event == "stopping"]
     steps = {event.data["step"] for event in stops}
     assert len(stops) == 2
     assert steps == {job.Checkpoints(tmp_path / "parts").latest().step}

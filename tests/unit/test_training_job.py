@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
 from tests.patience import eventually
 from tests.unit.training_runs import (
@@ -88,7 +88,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     assert done.stdout.count("test accuracy") == 1, "the test set is used once"
     assert result["samples_per_second"] > 0
     assert (result["world_size"], result["epochs"], result["device"]) == (2, 6, "cpu")
-    found = list(events.read(file))
+    found = list(feed.read(file))
     assert reader.refused == 0
     for rank in (0, 1):
         names = [event.event for event in found if event.rank == rank]
@@ -337,7 +337,7 @@ def test_a_request_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -
     assert done[1].stdout == ""
     result = result_of(tmp_path)
     assert (result["stopped"], result["test_accuracy"]) == (True, None)
-    found = [event for n in (0, 1) for event in events.read(tmp_path / f"n{n}.jsonl")]
+    found = [event for n in (0, 1) for event in feed.read(tmp_path / f"n{n}.jsonl")]
     stops = {event.rank: event.data["step"] for event in found if event.event == "stopping"}
     (step,) = set(stops.values())
     assert set(stops) == {0, 1}

@@ -10,13 +10,13 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.records.events import read_recent
+from hpml_orchestrator.records.feed import read_recent
 from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.feed import Event
     from hpml_orchestrator.records.run import Attempt
 
 _QUIET_SECONDS = 60.0  # least time without a report of any rank after which a run may hang

@@ -11,7 +11,7 @@ from hpml_orchestrator.records.texts import beside, human_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.feed import Event
     from hpml_orchestrator.records.schema import Marker, StageRecord
 
 _SHORT_SECONDS = 0.01

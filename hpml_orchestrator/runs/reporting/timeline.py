@@ -12,7 +12,7 @@ from hpml_orchestrator.runs.reporting.monitor import numbers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.feed import Event
 
 
 @dataclass(frozen=True)

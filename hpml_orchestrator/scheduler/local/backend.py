@@ -17,7 +17,7 @@ from hpml_orchestrator.errors import (
     SchedulerUnavailable,
 )
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.records.node_job import NodeJob
+from hpml_orchestrator.records.job import NodeJob
 from hpml_orchestrator.scheduler.local import resources
 from hpml_orchestrator.scheduler.local.jobs import BEHIND, Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import Identity, send

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.records.array import row_covers_task
+from hpml_orchestrator.records.ids import row_covers_task
 from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
 
 if TYPE_CHECKING:

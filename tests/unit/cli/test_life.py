@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.cli import follow
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.state import State
@@ -28,10 +28,10 @@ def add_attempt(
     (attempt / "started").mkdir(parents=True)
     write_text(attempt / "started" / "job_id", "1\n")
     path = attempt / "events" / "batch.jsonl"
-    events.append(path, "started", node="batch", now=began, nodes="n1")
+    feed.append(path, "started", node="batch", now=began, nodes="n1")
     for place, (name, data) in enumerate(events_, 1):
         moment = began + 10 * place
-        events.append(attempt / "events" / "n1.jsonl", name, node="n1", rank=0, now=moment, **data)
+        feed.append(attempt / "events" / "n1.jsonl", name, node="n1", rank=0, now=moment, **data)
 
 
 @pytest.fixture

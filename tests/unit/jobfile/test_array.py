@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.records.array import ArraySpec, parse_array
+from hpml_orchestrator.records.ids import ArraySpec, parse_array
 
 if TYPE_CHECKING:
     from tests.unit.jobfile.conftest import Load

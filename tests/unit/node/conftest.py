@@ -13,8 +13,7 @@ import pytest
 
 import hpml_orchestrator
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.records.job import Job, Stage
-from hpml_orchestrator.records.node_job import AGENT_FILE, NodeJob, SiteLimits
+from hpml_orchestrator.records.job import AGENT_FILE, Job, NodeJob, SiteLimits, Stage
 from hpml_orchestrator.records.store import Store
 from tests.patience import PATIENCE_SECONDS, eventually
 

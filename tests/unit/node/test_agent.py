@@ -26,10 +26,10 @@ from hpml_orchestrator.records.job import (
     Job,
     Monitor,
     Resources,
+    SiteLimits,
     Stage,
     Verify,
 )
-from hpml_orchestrator.records.node_job import SiteLimits
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.node.continuation import Decision, continuation_arguments, decide
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.job import Checkpoint
 from hpml_orchestrator.records.run import Attempt
@@ -257,7 +257,7 @@ def test_slow_nodes_are_left_out(
     write_text(newest / "stop", '{"reason": "hang", "time": 1, "by": "n1"}\n')
     for rank, step in enumerate(steps):
         node = f"n{rank + 1}"
-        events.append(
+        feed.append(
             newest / "events" / f"{node}.jsonl", "step", node=node, rank=rank, steps_total=step
         )
         stacks = "no stacks: it wrote none in time" if node == "n2" else "in all_reduce"

@@ -17,7 +17,7 @@ from hpml_orchestrator.node.finish import ending, verify_binding
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from tests.unit.node.conftest import CODE, ROOT
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def test_a_crash_after_the_result(node: Node, how: str) -> None:
         result.write_text("{}")
     if how == "channel":
         log = node.attempt / "events" / "n1.jsonl"
-        events.append(log, "evaluation", node="n1", rank=0, final=True, accuracy=0.9)
+        feed.append(log, "evaluation", node="n1", rank=0, final=True, accuracy=0.9)
     assert node.call("finish", *node.places, "134", "rank 0 ended by SIGABRT")[0] == 0
     (attempt,) = node.store.run(node.run_directory.name).attempts()
     assert attempt.ended is not None

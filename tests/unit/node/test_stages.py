@@ -13,10 +13,9 @@ import pytest
 from hpml_orchestrator.node import stages
 from hpml_orchestrator.node.options import AgentOptions
 from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
-from hpml_orchestrator.records import events
-from hpml_orchestrator.records.array import parse_array
-from hpml_orchestrator.records.job import Job, Stage
-from hpml_orchestrator.records.node_job import SiteLimits
+from hpml_orchestrator.records import feed
+from hpml_orchestrator.records.ids import parse_array
+from hpml_orchestrator.records.job import Job, SiteLimits, Stage
 from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.rate_limit import array_delay
 from hpml_orchestrator.staging.request import StageResult
@@ -86,7 +85,7 @@ def test_the_figures_of_an_entry(tmp_path: Path, places: tuple[Path, Path]) -> N
     assert (first["name"], first["bytes"], first["files"]) == ("a", 4, 4)
     assert (Path(first["path"]) / "b").read_text() == "b"
     assert first["bytes_per_second"] > 0
-    assert [event.data["name"] for event in events.read(node.log)] == ["a", "b"]
+    assert [event.data["name"] for event in feed.read(node.log)] == ["a", "b"]
     json.dumps([first, second])
     node.stager.cleanup()
     assert list(places[1].iterdir()) == []

@@ -30,8 +30,7 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import Seen
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.job import Checkpoint, Job, Resources
-from hpml_orchestrator.records.progress import end_margin, lead_seconds
-from hpml_orchestrator.records.run import PRUNED, Attempt
+from hpml_orchestrator.records.run import PRUNED, Attempt, end_margin, lead_seconds
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node
 from tests.unit.node.test_agent import run_here

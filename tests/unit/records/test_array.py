@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.records.array import parse_array
+from hpml_orchestrator.records.ids import parse_array
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpml_orchestrator.records.events import VOCABULARY, append, read, read_all
+from hpml_orchestrator.records.feed import VOCABULARY, append, read, read_all
 
 
 def test_the_vocabulary_is_the_house_s() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.schema import WaitedRun
 from hpml_orchestrator.records.store import Store
@@ -113,7 +113,7 @@ class World:
         write_text(attempt / "started" / "job_id", f"{job_id}\n")
         queued = submission.started_at()
         if number == 0 and queued is not None:
-            events.append(attempt / "events" / "batch.jsonl", "queued", node="batch", now=queued)
+            feed.append(attempt / "events" / "batch.jsonl", "queued", node="batch", now=queued)
         self.event(attempt, "started", nodes="n[1-2]")
         return attempt
 
@@ -121,7 +121,7 @@ class World:
         """Write one event now."""
         node = "batch" if event in ("started", "ended") else "n1"
         path = attempt / "events" / f"{node}.jsonl"
-        events.append(path, event, node=node, rank=rank, now=self.clock.now, **data)
+        feed.append(path, event, node=node, rank=rank, now=self.clock.now, **data)
 
     def ends(
         self, attempt: Path, code: int = 0, reason: str = "completed", state: str = ""

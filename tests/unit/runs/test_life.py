@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.diagnosis.model import Diagnosis
 from hpml_orchestrator.diagnosis.wording import status_line
 from hpml_orchestrator.errors import JobFailedError
-from hpml_orchestrator.records.events import Event
+from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed

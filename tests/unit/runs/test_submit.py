@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.records.node_job import NodeJob
+from hpml_orchestrator.records.job import NodeJob
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.scheduler.model import SubmitRequest

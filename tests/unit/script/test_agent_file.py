@@ -12,8 +12,7 @@ from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node.options import AgentOptions, parse_options
 from hpml_orchestrator.node.planning import BindOptions
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.records.node_job import AGENT_FILE, NodeJob, SiteLimits
+from hpml_orchestrator.records.job import AGENT_FILE, NodeJob, SiteLimits, Stage
 from hpml_orchestrator.script.render import render, render_agent
 from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import HERE, job, words

@@ -17,8 +17,7 @@ import pytest
 import vermin
 
 from hpml_orchestrator.placement.model import RankPlan
-from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.records.node_job import NodeJob
+from hpml_orchestrator.records.job import Job, NodeJob
 from hpml_orchestrator.script import archive
 from tests.unit.node.plans import MINE, put_plan, records
 

@@ -14,8 +14,8 @@ import pytest
 
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.jobfile.sweep import make_sweep
-from hpml_orchestrator.records.array import parse_array
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.ids import parse_array
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from hpml_orchestrator.sweeps import plan as plans

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.sweeps.mlperf import write_logs
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.reporting import read_report
@@ -71,11 +71,11 @@ def test_runs_become_lines_of_mllog(folder: SweepFolder, tmp_path: Path) -> None
     ((job_id, _),) = folder.slurm.jobs.items()
     attempt, now = folder.attempt(job_id), folder.slurm.clock.now
     log = attempt / "events/n1.jsonl"
-    events.append(attempt / "events/batch.jsonl", "started", node="batch", now=now, cpus=2)
-    events.append(log, "warm-up", node="n1", rank=0, now=now + 5)
+    feed.append(attempt / "events/batch.jsonl", "started", node="batch", now=now, cpus=2)
+    feed.append(log, "warm-up", node="n1", rank=0, now=now + 5)
     for epoch, accuracy in ((2, 0.5), (4, 0.95), (6, 0.99)):
         told = {"accuracy": accuracy, "epoch": epoch}
-        events.append(log, "evaluation", node="n1", rank=0, now=now + 5 + epoch, **told)
+        feed.append(log, "evaluation", node="n1", rank=0, now=now + 5 + epoch, **told)
     result = {"batch_size_per_rank": 8, "world_size": 2, "seed": 3, "train_images": 100}
     folder.report(job_id, **result, target_accuracy=0.9, seconds_to_accuracy=4.0)
     folder.controller(plan).tick()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import sweep_report
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.sweeps.compare import compare
 from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import SweepPlan
@@ -153,12 +153,12 @@ def test_a_finding_about_the_steps_has_its_share_of_the_run(folder: SweepFolder)
     ((job_id, _),) = folder.slurm.jobs.items()
     attempt, now = folder.attempt(job_id), folder.slurm.clock.now
     log = attempt / "events/n1.jsonl"
-    events.append(attempt / "events/batch.jsonl", "started", node="batch", now=now, cpus=2)
+    feed.append(attempt / "events/batch.jsonl", "started", node="batch", now=now, cpus=2)
     for name, moment in (("staging", 38), ("ready", 38), ("warm-up", 38)):
-        events.append(log, name, node="n1", rank=0, now=now + moment)
+        feed.append(log, name, node="n1", rank=0, now=now + moment)
     for moment, steps in ((40, 0), (100, 200)):
         told = {"step_seconds_total": 0.3 * steps, "data_wait_seconds_total": 0.07 * steps}
-        events.append(log, "step", node="n1", rank=0, now=now + moment, steps_total=steps, **told)
+        feed.append(log, "step", node="n1", rank=0, now=now + moment, steps_total=steps, **told)
     folder.slurm.clock.sleep(100)
     folder.report(job_id, test_accuracy=0.5)
     (attempt / "started/job_id").write_text(f"{job_id}\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.records import events
+from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.table import Table
@@ -144,10 +144,10 @@ def test_only_what_is_called_a_test_is_one(
     folder.controller(plan).tick()
     ((job_id, _),) = folder.slurm.jobs.items()
     log = folder.attempt(job_id) / "events" / "n1.jsonl"
-    events.append(log, "warm-up", node="n1", rank=0, now=100.0)
+    feed.append(log, "warm-up", node="n1", rank=0, now=100.0)
     for epoch, value in enumerate(evaluations, 1):
         time = 100.0 + 10 * epoch
-        events.append(log, "evaluation", node="n1", rank=0, now=time, accuracy=value, epoch=epoch)
+        feed.append(log, "evaluation", node="n1", rank=0, now=time, accuracy=value, epoch=epoch)
     folder.report(job_id, **result)
     folder.controller(plan).tick()
     (row,) = folder.rows(plan)
@@ -180,7 +180,7 @@ def test_hours_are_those_of_the_allocation(folder: SweepFolder, *, recorded: boo
     start, last, now = started_again(folder)
     data: dict[str, Any] = {"nodes": "n[1-2]", **({"cpus": 16} if recorded else {})}
     for attempt, begun in ((start, now), (last, now + 1000)):
-        events.append(attempt / "events/batch.jsonl", "started", node="batch", now=begun, **data)
+        feed.append(attempt / "events/batch.jsonl", "started", node="batch", now=begun, **data)
     write_json(start / "ended.json", {"exit_code": 143, "reason": "SIGTERM", "time": now + 900})
     write_json(last / "ended.json", {"exit_code": 0, "state": "COMPLETED", "time": now + 1900})
     controller.tick()
@@ -208,11 +208,11 @@ def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
     start, last, now = started_again(folder)
     for attempt, begun, first in ((start, now, 0), (last, now + 1000, resumed or 0)):
         log, ranks = attempt / "events/batch.jsonl", attempt / "events/n1.jsonl"
-        events.append(log, "started", node="batch", now=begun, nodes="n1", cpus=2 + first)
+        feed.append(log, "started", node="batch", now=begun, nodes="n1", cpus=2 + first)
         if attempt == last and resumed:
-            events.append(ranks, "resumed", node="n1", rank=0, now=begun, step=resumed)
+            feed.append(ranks, "resumed", node="n1", rank=0, now=begun, step=resumed)
         for moment, steps in ((begun, 0), (begun + 500, 40)):
-            events.append(ranks, "step", node="n1", rank=0, now=moment, steps_total=steps)
+            feed.append(ranks, "step", node="n1", rank=0, now=moment, steps_total=steps)
         gpu = {"uuid": "GPU-1", "energy_joules": 3.6e6}
         (attempt / "nodes").mkdir()
         write_json(attempt / "nodes/n1.monitor.json", {"seconds": 900, "gpus": [gpu]})
@@ -269,7 +269,7 @@ def test_a_result_of_the_channel_and_the_file_are_one(folder: SweepFolder) -> No
     ((job_id, _),) = folder.slurm.jobs.items()
     log = folder.attempt(job_id) / "events" / "n1.jsonl"
     told = {"final": True, "test_accuracy": 0.9}
-    events.append(log, "evaluation", node="n1", rank=0, now=100.0, **told)
+    feed.append(log, "evaluation", node="n1", rank=0, now=100.0, **told)
     folder.report(job_id, test_accuracy=0.5, learning_rate=0.25)
     folder.controller(plan).tick()
     (row,) = folder.rows(plan)
@@ -298,7 +298,7 @@ def test_a_figure_that_is_no_number_is_a_training_that_diverged(
     ((job_id, _),) = folder.slurm.jobs.items()
     log = folder.attempt(job_id) / "events" / "n1.jsonl"
     for value in evaluations:
-        events.append(log, "evaluation", node="n1", rank=0, now=100.0, accuracy=value)
+        feed.append(log, "evaluation", node="n1", rank=0, now=100.0, accuracy=value)
     folder.report(job_id)
     (folder.attempt(job_id).parents[1] / "result.json").write_text(result)
     folder.controller(plan).tick()
@@ -328,7 +328,7 @@ def test_a_row_knows_how_much_others_had_the_cpus(
     for moment in (0, 100):
         told = {f"{name}_total": value * moment / 100 for name, value in counters.items()}
         log, now = attempt / "events/n1.jsonl", 1000.0 + moment
-        events.append(log, "step", node="n1", rank=0, now=now, steps_total=2 * moment, **told)
+        feed.append(log, "step", node="n1", rank=0, now=now, steps_total=2 * moment, **told)
     folder.report(job_id)
     folder.controller(plan).tick()
     (row,) = folder.rows(plan)
@@ -353,7 +353,7 @@ def test_a_row_knows_whether_data_was_there(
     stage |= {"bytes_per_second": 9.0, "method": "copy", "kept": True}
     for number, there in enumerate(reused):
         stages = [{**stage, "reused": there}]
-        events.append(log, "ready", node=f"n{number}", now=1000.0, stages=stages)
+        feed.append(log, "ready", node=f"n{number}", now=1000.0, stages=stages)
     folder.report(job_id)
     folder.controller(plan).tick()
     assert [row.data_reused for row in folder.rows(plan)] == [expected]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpml_orchestrator.records.events import VOCABULARY, Event, append
+from hpml_orchestrator.records.feed import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.life import read_life

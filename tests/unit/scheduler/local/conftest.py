@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.records.node_job import NodeJob
+from hpml_orchestrator.records.job import Job, NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import Identity, marked
