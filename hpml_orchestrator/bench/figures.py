@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.model import parse_list
 
 MIB = 1 << 20
 REPEATS = 15

@@ -13,7 +13,7 @@ from hpml_orchestrator.check.finding import CheckFinding, warning
 from hpml_orchestrator.check.request import cpus_field
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.script.directives import effective_job
-from hpml_orchestrator.topology.recognise import read_topology_field
+from hpml_orchestrator.topology.sysfs import read_topology_field
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job

@@ -18,7 +18,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
-from hpml_orchestrator.placement.report import by_sentence
+from hpml_orchestrator.placement.verify import by_sentence
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.facts import gather
@@ -31,7 +31,7 @@ from hpml_orchestrator.runs.reporting.software import requirements as requiremen
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -30,7 +30,7 @@ from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.records.job import Policy
 from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.directives import effective_job, whole_nodes
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

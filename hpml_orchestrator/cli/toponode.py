@@ -28,15 +28,15 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.binding import node_topology, read_binding
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.model import topology_json
-from hpml_orchestrator.topology.recognise import (
+from hpml_orchestrator.topology.model import format_list, parse_list, topology_json
+from hpml_orchestrator.topology.sysfs import (
     BYTES_MAX,
     decode,
+    list_gpus,
+    read_sysfs,
     read_topology,
     topology_of_text,
 )
-from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

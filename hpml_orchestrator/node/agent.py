@@ -42,7 +42,7 @@ from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.node.watch import Watch
-from hpml_orchestrator.placement.report import PlanFigures, plan_figures
+from hpml_orchestrator.placement.verify import PlanFigures, plan_figures
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt

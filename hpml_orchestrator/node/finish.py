@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpml_orchestrator.errors import BindingError, RecordError, StagingError
 from hpml_orchestrator.node import continuation
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
-from hpml_orchestrator.placement.report import table, wrong_rows
+from hpml_orchestrator.placement.verify import NodeProof, proof_of_json, table, wrong_rows
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.job import NodeJob

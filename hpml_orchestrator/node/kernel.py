@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import format_list, parse_list
 
 _PREFERRED = 1  # MPOL_PREFERRED: memory from there while it has some, else from elsewhere
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}

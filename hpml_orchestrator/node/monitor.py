@@ -26,7 +26,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.log import message_of
 from hpml_orchestrator.node.environment import integer, job_key
 from hpml_orchestrator.node.startup import resolve
-from hpml_orchestrator.placement.gpus import visible_devices
+from hpml_orchestrator.placement.model import visible_devices
 from hpml_orchestrator.records import targets
 
 if TYPE_CHECKING:

@@ -18,14 +18,11 @@ from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES, visible_devices
-from hpml_orchestrator.placement.model import Plan, RankPlan
+from hpml_orchestrator.placement.model import VISIBLE_VARIABLES, Plan, RankPlan, visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records.files import write_json, write_text
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.model import topology_json
-from hpml_orchestrator.topology.pci import full_address
+from hpml_orchestrator.topology.model import format_list, full_address, parse_list, topology_json
 from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hpml_orchestrator.errors import (
     counted,
 )
 from hpml_orchestrator.node.environment import ELSEWHERE, node_name
-from hpml_orchestrator.placement.report import plan_lines
+from hpml_orchestrator.placement.verify import plan_lines
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
 from hpml_orchestrator.records.job import NodeJob

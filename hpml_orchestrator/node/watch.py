@@ -22,9 +22,16 @@ from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.node import meeting
 from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.processes import ProcessTable, openmp_of, visible_of
-from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
-from hpml_orchestrator.placement.report import node_line, table, wrong_rows
-from hpml_orchestrator.placement.verify import judge
+from hpml_orchestrator.placement.verify import (
+    NodeProof,
+    Process,
+    Seen,
+    judge,
+    node_line,
+    proof_json,
+    table,
+    wrong_rows,
+)
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology.model import Topology
 

@@ -18,7 +18,7 @@ Importing this module imports nothing but `cpulist`; only `read` needs the plan'
 
 from __future__ import annotations
 
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import format_list, parse_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,33 +1,253 @@
-"""Compares the observed ranks of a node with its plan, and lists the faults.
-
-These functions are pure: they read no clock, no file and no process. Cores of another domain are
-right if the plan lends them.
-
-The main process of a rank must be able to use all of the rank's CPUs, all its threads together; a
-single thread may be bound to fewer. A process outside of the rank's CPUs is a fault. A process on
-only some of them is right (a loader worker bound to one core), unless more busy processes are on
-these CPUs than they have cores. If a wrapper has started several programs on different CPUs, it has
-divided the rank's CPUs, and each program may be on some of them.
-"""
+"""Verify where ranks run, and report the binding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.placement.gpus import gpu_name, local_domains, visible_devices
-from hpml_orchestrator.placement.machine import Machine
-from hpml_orchestrator.placement.proof import NodeProof, RankProof
-from hpml_orchestrator.placement.report import ranks_text
-from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.placement.model import Machine, gpu_name, local_domains, visible_devices
+from hpml_orchestrator.topology.model import format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpml_orchestrator.placement.model import Plan
-    from hpml_orchestrator.placement.proof import Process, Seen
     from hpml_orchestrator.topology.model import Topology
+
+# Records of the observed ranks of one node, and of what is wrong with their binding.
+#
+# Standard library only, Python 3.9 or newer: it travels to the nodes.
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a rank as it was seen."""
+
+    pid: int  # its number
+    name: str  # what the kernel calls it
+    cpus: tuple[int, ...]  # CPUs that its threads may run on, all together
+    first: tuple[int, ...] = ()  # CPUs of its first thread, which are those of what it forks
+    load: float = 0.0  # how many CPUs it kept busy since the look before; 0 at its first
+    # A variable of its environment that makes OpenMP bind threads, such as `OMP_PROC_BIND=close`;
+    # empty if there is none
+    openmp: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank as observed, independent of the plan."""
+
+    local_rank: int  # number among the ranks of its node
+    rank: int  # number among all ranks
+    pid: int  # its process
+    # CPUs that it was allowed when hpml-bind started; None if unknown
+    inherited: tuple[int, ...] | None = None
+    cpus: tuple[int, ...] = ()  # CPUs that hpml-bind read back after it had set them
+    # CPUs that a child forked by hpml-bind was allowed; None if none was forked
+    child_cpus: tuple[int, ...] | None = None
+    # The process that does the rank's work, which a wrapper may have started; None if no process
+    # could be read
+    main: Process | None = None
+    # Its other processes: wrappers, loader workers and others that it started
+    others: tuple[Process, ...] = ()
+    # CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None if not set
+    visible: str | None = None
+    memory: str = ""  # its memory policy, such as `prefer:3`; empty if unknown
+    threads: int | None = None  # OMP_NUM_THREADS; None if not set
+    nic: str = ""  # its network card; empty without one
+    live: bool = False  # whether the live process was read, or only hpml-bind's record of it
+    error: str = ""  # why hpml-bind could not bind the rank; empty if it could
+    # A failure that is not a fault, such as a memory policy that a container refuses
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RankProof:
+    """Where one rank ran, and what is wrong with that."""
+
+    rank: int  # number among all ranks
+    local_rank: int  # number among the ranks of its node
+    pid: int = 0  # its process
+    gpu: str | None = None  # PCI address (or name) of the device it really has; None without one
+    uuid: str = ""  # UUID of that device; empty if unknown
+    cpus: str = ""  # CPUs that it may run on, in the kernel's list format
+    cores: int = 0  # how many physical cores those are in
+    numa: tuple[int, ...] = ()  # NUMA domains that those are in
+    memory: str = ""  # memory policy, such as `prefer:3`; empty if unknown
+    nic: str = ""  # its network card; empty without one
+    # Largest NUMA distance from its device to one of its CPUs; None if unknown
+    distance: int | None = None
+    threads: int | None = None  # OMP_NUM_THREADS; None if not set
+    live: bool = False  # whether the live process was read
+    wrong: tuple[str, ...] = ()  # the faults, one sentence each; empty if the rank runs as planned
+
+
+@dataclass(frozen=True)
+class NodeProof:
+    """The proof of one node: where its ranks run."""
+
+    node: str  # Slurm's name of it
+    policy: str  # the plan's
+    verify: str  # `strict`, `warn` or `off`
+    expected: int  # ranks that the plan has
+    ranks: tuple[RankProof, ...] = ()  # those that were seen, by local rank
+    warnings: tuple[str, ...] = ()  # the plan's and the topology's
+    looks: int = 0  # how often the live processes were read
+    time: float = 0.0  # seconds since the epoch of the last change
+
+    @property
+    def right(self) -> bool:
+        """Whether no rank has a fault."""
+        return not any(rank.wrong for rank in self.ranks)
+
+
+def proof_json(proof: NodeProof) -> dict[str, object]:
+    """Return a proof as plain data, ready for `json.dumps`."""
+    return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
+
+
+def proof_of_json(data: Mapping[str, object]) -> NodeProof:
+    """Return the proof that plain data hold; unknown fields are ignored.
+
+    Raises:
+        ValueError: they are not a proof.
+    """
+    try:
+        ranks = data.get("ranks", [])
+        if not isinstance(ranks, (list, tuple)):
+            raise TypeError("its ranks are not a list")
+        proofs = tuple(RankProof(**_values(RankProof, rank)) for rank in ranks)
+        return NodeProof(**_values(NodeProof, {**data, "ranks": proofs}))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"not a proof of a node's binding: {error}") from None
+
+
+def _values(kind: type[NodeProof | RankProof], data: Mapping[str, object]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)} & set(data)
+    values = {name: data[name] for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+# Text about plans and proofs: how ranks are bound, and which are not bound as planned.
+
+COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
+_ROWS_MAX = 64
+_CELL_CHARS = 40
+_WARNINGS_MAX = 20
+
+
+class PlanFigures(TypedDict):
+    """The figures of a node's plan that `plan_lines` prints."""
+
+    policy: str
+    ranks: int  # how many the plan has
+    cores: list[int]  # the different counts of cores per rank, ascending
+    threads: list[int]  # the different values of OMP_NUM_THREADS; empty if hpml does not set it
+    warnings: list[str]
+
+
+def plan_figures(plan: Plan, *, sets_threads: bool) -> PlanFigures:
+    """Return the figures of a node's plan that `plan_lines` prints, as plain data."""
+    return {
+        "policy": plan.policy,
+        "ranks": len(plan.ranks),
+        "cores": sorted({len(rank.cores) for rank in plan.ranks}),
+        "threads": sorted({rank.threads for rank in plan.ranks}) if sets_threads else [],
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_lines(figures: Sequence[tuple[str, PlanFigures]]) -> list[str]:
+    """Return a line about how the ranks of all nodes are bound, and the nodes' warnings."""
+    lines = []
+    bound = [plan for _, plan in figures if plan["policy"] != "none"]
+    if bound:
+        cores = [count for plan in bound for count in plan["cores"]]
+        threads = [count for plan in bound for count in plan["threads"]]
+        policies = ", ".join(dict.fromkeys(plan["policy"] for plan in bound))
+        ranks = sum(plan["ranks"] for plan in bound)
+        lines.append(f"{counted(ranks, 'rank')} bound ({policies}), {_each(cores, threads)}")
+    warnings = by_sentence((node, plan["warnings"]) for node, plan in figures)
+    lines += [f"warning: {warning}" for warning in warnings[:_WARNINGS_MAX]]
+    if len(warnings) > _WARNINGS_MAX:
+        lines.append(f"… and {len(warnings) - _WARNINGS_MAX} more warnings: `hpml show` has them")
+    return lines
+
+
+def by_sentence(warnings: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Return each sentence once, behind its node, or its first and how many more.
+
+    >>> by_sentence([("n1", ["odd", "far"]), ("n2", ["far"])])
+    ['n1: odd', 'n1 and 1 more: far']
+    """
+    nodes: dict[str, list[str]] = {}
+    for node, sentences in warnings:
+        for sentence in dict.fromkeys(sentences):
+            nodes.setdefault(sentence, []).append(node)
+    lines = []
+    for sentence, where in nodes.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        lines.append(f"{where[0]}{more}: {sentence}")
+    return lines
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return ranks as text, such as `rank 3` or `ranks 0-2`."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {format_list(numbers)}"
+
+
+def node_line(proof: NodeProof) -> str:
+    """Return the line about a node on which some ranks are wrong."""
+    count = counted(len(proof.ranks), "rank")
+    if len(proof.ranks) != proof.expected:
+        count = f"{len(proof.ranks)} of {proof.expected} ranks"
+    wrong = sum(bool(rank.wrong) for rank in proof.ranks)
+    threads = [rank.threads or 0 for rank in proof.ranks]
+    each = _each([rank.cores for rank in proof.ranks], threads if all(threads) else [])
+    return f"{proof.node}: {count} bound ({proof.policy}), {each}, {wrong} wrong"
+
+
+def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
+    """Return a row per fault of a node, its cells as in `COLUMNS`; a rank is named once."""
+    rows: list[tuple[str, ...]] = []
+    for rank in proof.ranks:
+        cpus = rank.cpus if len(rank.cpus) <= _CELL_CHARS else f"{rank.cpus[: _CELL_CHARS - 1]}…"
+        numa = format_list(rank.numa)
+        cells = (str(rank.rank), proof.node, rank.gpu or "-", cpus or "-", numa or "-")
+        for place, sentence in enumerate(rank.wrong):
+            rows.append((*(cells if place == 0 else ("",) * len(cells)), sentence))
+    return rows
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of the table of what is wrong."""
+    shown = [COLUMNS, *rows[:_ROWS_MAX]]
+    widths = [max(map(len, column)) for column in list(zip(*shown))[:-1]]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]])
+        for row in shown
+    ]
+    if len(rows) > _ROWS_MAX:
+        lines.append(f"… and {len(rows) - _ROWS_MAX} more")
+    return lines
+
+
+def _each(cores: Sequence[int], threads: Sequence[int]) -> str:
+    return (
+        " and ".join(
+            _span(counts, noun) for counts, noun in ((cores, "core"), (threads, "thread")) if counts
+        )
+        + " each"
+    )
+
+
+def _span(counts: Sequence[int], noun: str) -> str:
+    least, most = min(counts), max(counts)
+    return counted(most, noun) if least == most else f"{least}-{most} {noun}s"
+
 
 _WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
 _FULL_LOAD = 0.9  # of each core, from which processes wait for each other

@@ -197,7 +197,7 @@ def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> s
 
 def topology_faults(site: ResolvedSite) -> list[InputError]:
     """Return the errors of the topology files of all node types."""
-    from hpml_orchestrator.topology.recognise import (  # noqa: PLC0415 - only `hpml doctor` reads them
+    from hpml_orchestrator.topology.sysfs import (  # noqa: PLC0415 - only `hpml doctor` reads them
         read_topology_field,
     )
 

@@ -7,13 +7,18 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
-from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
-from hpml_orchestrator.topology.pci import (
+from hpml_orchestrator.topology.model import (
+    CPUS_MAX,
     NVIDIA,
     VGA,
+    Core,
+    Domain,
+    Gpu,
+    Nic,
     PciPath,
+    Topology,
     address_key,
+    format_list,
     level,
     nic_rank,
     partition_address,

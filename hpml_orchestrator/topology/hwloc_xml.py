@@ -15,9 +15,17 @@ from hpml_orchestrator.topology.build import (
     nearest_with_cpus,
     walk,
 )
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
-from hpml_orchestrator.topology.model import Core, Domain, Topology
-from hpml_orchestrator.topology.pci import PciPath, full_address, is_gpu, is_nic
+from hpml_orchestrator.topology.model import (
+    CPUS_MAX,
+    Core,
+    Domain,
+    PciPath,
+    Topology,
+    full_address,
+    is_gpu,
+    is_nic,
+    parse_mask,
+)
 
 if TYPE_CHECKING:
     import xml.etree.ElementTree as ET

@@ -1,19 +1,89 @@
-"""One node's sockets, NUMA domains, cores, GPUs and network cards, whatever the source.
-
-Standard library only, Python 3.9 or newer: it travels to the nodes. CPU numbers are the kernel's,
-PCI addresses are complete and lower case (`0000:c7:00.0`), sizes are in bytes.
-"""
+"""A node's topology: CPU lists, PCI addresses, NUMA domains and devices."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+# Sets of CPUs as the kernel writes them: lists such as `0-3,8` and masks such as `ff,00000000`.
+#
+# Imports nothing: hpml-bind, started once per rank, reads its CPUs through this module.
+
+CPUS_MAX = 65_536
+"""CPU numbers are below this; the kernel's own limit is 8192. Guards against `0-4000000000`."""
+
+_WORD_DIGITS = 8  # a word of a mask has 32 bits
+_NUMBER_DIGITS = 9
+_SHOWN = 60
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list in the kernel's format, ascending, each once.
+
+    Raises:
+        ValueError: the text is not such a list, or a number is too large.
+
+    >>> parse_list("0-2,8"), parse_list("")
+    ((0, 1, 2, 8), ())
+    """
+    numbers: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, dash, last = part.strip().partition("-")
+        if not _is_number(first) or (dash and not _is_number(last)):
+            raise ValueError(f"not a list of CPUs: {text.strip()[:_SHOWN]!r}")
+        begin, end = int(first), int(last or first)
+        if not begin <= end < CPUS_MAX:
+            raise ValueError(f"not a range of CPUs: {part.strip()!r}")
+        numbers.update(range(begin, end + 1))
+    return tuple(sorted(numbers))
+
+
+def parse_mask(text: str) -> tuple[int, ...]:
+    """Return the numbers of a mask: words of 32 bits in hexadecimal, the highest first, by comma.
+
+    An empty word is 0 and `0x` may precede each, as hwloc writes them.
+
+    Raises:
+        ValueError: the text is not such a mask, or a number is too large.
+
+    >>> parse_mask("1,00000003"), parse_mask("0x00000003,,0x1")
+    ((0, 1, 32), (0, 64, 65))
+    """
+    words = [word.strip().lower().removeprefix("0x") for word in text.strip().split(",")]
+    # A mask of one word may be longer than 32 bits; several are 32 bits each.
+    longest = CPUS_MAX // 4 if len(words) == 1 else _WORD_DIGITS
+    value = 0
+    for word in words:
+        if len(word) > longest or word.strip("0123456789abcdef") or len(words) * 32 > CPUS_MAX:
+            raise ValueError(f"not a mask of CPUs: {text.strip()[:_SHOWN]!r}")
+        value = (value << 32) | int(word or "0", 16)
+    return tuple(number for number, bit in enumerate(bin(value)[:1:-1]) if bit == "1")
+
+
+def format_list(numbers: Iterable[int]) -> str:
+    """Return numbers as a list in the kernel's format.
+
+    >>> format_list([8, 2, 1, 0])
+    '0-2,8'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _NUMBER_DIGITS
+
 
 _TEXTS = ("name", "address", "uuid", "parent", "kind")
 
@@ -199,3 +269,116 @@ def _checked(topology: Topology) -> Topology:
     for home in homes - {None, *domains}:
         raise ValueError(f"a device is next to domain {home}, which is missing")
     return topology
+
+
+# PCI addresses and classes, and the distance between two devices.
+
+_ADDRESS = re.compile(
+    r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", re.IGNORECASE
+)
+NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
+VGA = 0x0300
+_GPU_CLASSES = {
+    NVIDIA: {VGA, 0x0302},
+    _AMD: {VGA, 0x0302, 0x0380, 0x1200},
+    _INTEL: {0x0380},
+}
+_NETWORK, _SERIAL_INFINIBAND = 0x02, 0x0C06
+_FABRIC_CLASSES = {0x0207, 0x0208, _SERIAL_INFINIBAND}  # InfiniBand, Omni-Path, old InfiniBand
+_FABRIC_NAMES = re.compile(r"(hfi1|opa|efa|rdmap|cxi|hsn|bxi)\w*")
+_CRAY = 0x17DB  # Slingshot
+_LAST_FUNCTION = 7
+
+
+@dataclass(frozen=True)
+class PciPath:
+    """What is between a device and its host.
+
+    Attributes:
+        bridges: from the host bridge on; empty if unknown.
+        own: those of `bridges` that are part of the device's own package.
+    """
+
+    bridges: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
+
+
+def full_address(text: str) -> str:
+    """Return an address complete and in lower case; empty if the text is not one.
+
+    >>> full_address("C7:00.0"), full_address("00000000:C7:00.0"), full_address("card0")
+    ('0000:c7:00.0', '0000:c7:00.0', '')
+    """
+    match = _ADDRESS.fullmatch(text.strip())
+    if not match:
+        return ""
+    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+
+
+def address_key(address: str) -> tuple[int, ...]:
+    """Return a sort key that orders addresses as numbers, across PCI domains too."""
+    return tuple(int(part, 16) for part in re.split("[:.]", full_address(address)) if part)
+
+
+def partition_address(address: str, number: int) -> str:
+    """Return the address of a partition of a GPU, with its number as the PCI function.
+
+    AMD's tools and HIP name the partitions of an MI300 in TPX or CPX mode like this; to the kernel
+    they are one PCI device.
+
+    >>> partition_address("0001:02:00.0", 5)
+    '0001:02:00.5'
+    """
+    if not number or not full_address(address):
+        return address
+    return f"{address[:-1]}{min(int(address[-1]) + number, _LAST_FUNCTION)}"
+
+
+def is_gpu(vendor: int, device_class: int) -> bool:
+    """Return whether a PCI device of that vendor and class (16 bits) is a GPU for computing.
+
+    A server's graphics chip (ASPEED, Matrox) and an NVSwitch are not.
+    """
+    return device_class in _GPU_CLASSES.get(vendor, ())
+
+
+def is_nic(device_class: int) -> bool:
+    """Return whether a PCI class (16 bits) is a network card's, of Ethernet or of a fabric."""
+    return device_class >> 8 == _NETWORK or device_class == _SERIAL_INFINIBAND
+
+
+def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
+    """Return how good a network card is; ranks get those of the best rank.
+
+    0 is a card of the fabric (InfiniBand, Omni-Path, Slingshot, EFA), 1 another RDMA device (RoCE),
+    2 a network interface on a card of the fabric (IPoIB), 3 Ethernet, 4 a card without a name.
+    What is unknown is empty or 0. `rdma` means that the name is an RDMA device's.
+    """
+    fabric = device_class in _FABRIC_CLASSES
+    if not name:
+        return 4
+    if _FABRIC_NAMES.fullmatch(name) or vendor == _CRAY or (fabric and rdma):
+        return 0
+    if rdma:
+        return 1
+    return 2 if fabric or name.startswith("ib") else 3
+
+
+def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
+    """Return the distance between two devices as in `nvidia-smi`: PIX, PXB, PHB, NODE or SYS.
+
+    PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
+    NUMA domain, SYS two domains.
+    """
+    shared = 0
+    for mine, theirs in zip(path.bridges, other.bridges):
+        if mine != theirs:
+            break
+        shared += 1
+    if shared == 0:
+        return "NODE" if same_domain else "SYS"
+    if shared == 1:
+        return "PHB"
+    below = [sum(bridge not in way.own for bridge in way.bridges[shared:]) for way in (path, other)]
+    return "PIX" if max(below) <= 1 else "PXB"  # both ports of a switch are listed

@@ -13,7 +13,7 @@ from hpml_orchestrator.cli.show import COLUMNS
 from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.records.job import Verify
 from hpml_orchestrator.topology.model import Topology
-from hpml_orchestrator.topology.recognise import read_topology
+from hpml_orchestrator.topology.sysfs import read_topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 DOCS = Path(__file__).parents[2] / "docs"

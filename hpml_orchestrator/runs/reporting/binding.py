@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, counted
-from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json, proof_of_json
+from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json, proof_of_json
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.job import Binding
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.model import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

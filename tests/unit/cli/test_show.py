@@ -11,10 +11,10 @@ import pytest
 
 from hpml_orchestrator.placement.planfile import write
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
+from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.topology.model import topology_json
-from hpml_orchestrator.topology.recognise import parse_xml
+from hpml_orchestrator.topology.sysfs import parse_xml
 from tests.unit.cli.support import HPML, SVG, Hpml, Shell, in_terminal
 from tests.unit.placement.machines import milan
 

@@ -12,9 +12,15 @@ import pytest
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.reporting.binding import RankLocation
-from hpml_orchestrator.topology.cpulist import format_list, parse_list
-from hpml_orchestrator.topology.model import Core, Domain, Topology, topology_json
-from hpml_orchestrator.topology.recognise import parse_xml, read_topology
+from hpml_orchestrator.topology.model import (
+    Core,
+    Domain,
+    Topology,
+    format_list,
+    parse_list,
+    topology_json,
+)
+from hpml_orchestrator.topology.sysfs import parse_xml, read_topology
 from tests.unit.cli.support import SVG, Hpml, Shell
 from tests.unit.placement.machines import node, threads
 from tests.unit.topology.machines import hwloc_xml, two_sockets, write_sysfs

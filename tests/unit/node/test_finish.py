@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.node.finish import ending, verify_binding
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
-from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
+from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records import feed
 from tests.unit.node.conftest import CODE, ROOT
 

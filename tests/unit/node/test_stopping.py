@@ -27,7 +27,7 @@ from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.node.processes import StartedRank
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.placement.proof import Seen
+from hpml_orchestrator.placement.verify import Seen
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.job import Checkpoint, Job, Resources
 from hpml_orchestrator.records.run import PRUNED, Attempt, end_margin, lead_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.topology.recognise import read_topology
+from hpml_orchestrator.topology.sysfs import read_topology
 from tests.unit.placement.machines import (
     dgx_a100,
     intel,

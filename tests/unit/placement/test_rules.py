@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.placement.gpus import visible_devices
-from hpml_orchestrator.placement.model import Plan
+from hpml_orchestrator.placement.model import Plan, visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
 from tests.unit.placement.machines import dgx_a100, intel, milan, node, threads, two_by_twelve

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.placement.gpus import visible_devices
+from hpml_orchestrator.placement.model import visible_devices
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json, proof_of_json
-from hpml_orchestrator.placement.verify import NodeContext, judge
-from hpml_orchestrator.topology.cpulist import parse_list
-from hpml_orchestrator.topology.model import Gpu, Topology
+from hpml_orchestrator.placement.verify import (
+    NodeContext,
+    NodeProof,
+    Process,
+    Seen,
+    judge,
+    proof_json,
+    proof_of_json,
+)
+from hpml_orchestrator.topology.model import Gpu, Topology, parse_list
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 

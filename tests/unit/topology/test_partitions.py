@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.topology.cpulist import format_list
-from hpml_orchestrator.topology.model import Topology, topology_json
-from hpml_orchestrator.topology.recognise import topology_of_text
-from hpml_orchestrator.topology.sysfs import read_sysfs
+from hpml_orchestrator.topology.model import Topology, format_list, topology_json
+from hpml_orchestrator.topology.sysfs import read_sysfs, topology_of_text
 from tests.unit.topology.machines import AMD, Device, Machine, hwloc_mask, write, write_sysfs
 
 CORES = [(n // 24, n // 24, (n, n + 96)) for n in range(96)]

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.topology.model import Gpu, Topology, topology_json
-from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
-from hpml_orchestrator.topology.sysfs import read_sysfs
+from hpml_orchestrator.topology.sysfs import read_sysfs, read_topology, topology_of_text
 from tests.unit.placement.machines import dgx_a100
 
 FILES = sorted((Path(__file__).parent / "data").glob("*/*"))

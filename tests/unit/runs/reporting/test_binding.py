@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
+from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
 from hpml_orchestrator.records.job import Binding
 from hpml_orchestrator.records.run import Attempt
