@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import os
@@ -23,22 +24,19 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.log import log_to_stderr
-from hpml_orchestrator.node import hang, planning, software
-from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
-from hpml_orchestrator.node.environment import node_index, node_name
-from hpml_orchestrator.node.feed import Feed, exporter_sockets
-from hpml_orchestrator.node.jobstate import kill_wait
+from hpml_orchestrator.node import planning, startup, stopping
+from hpml_orchestrator.node.channel import ChannelReader, Feed, attempt_channel, exporter_sockets
+from hpml_orchestrator.node.continuation import kill_wait
+from hpml_orchestrator.node.environment import AgentOptions, node_index, node_name, parse_options
 from hpml_orchestrator.node.monitor import NodeMonitor
-from hpml_orchestrator.node.options import AgentOptions, parse_options
-from hpml_orchestrator.node.peaks import rank_peaks
 from hpml_orchestrator.node.processes import RankRecords, StartedRank, is_alive, kill_families
-from hpml_orchestrator.node.results import NodeResults, make_job_directories
-from hpml_orchestrator.node.stages import NodeStaging
+from hpml_orchestrator.node.stages import NodeResults, NodeStaging, make_job_directories
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.node.watch import Watch
@@ -47,6 +45,50 @@ from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.staging.link import interface_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The peaks that `hpml bench` measured, for the ranks of a job: HPML_PEAK_TFLOPS.
+
+_DTYPES = {"peak": "float32", "peak_bf16": "bfloat16"}
+
+
+def rank_peaks(
+    results: Path, node: str, cpu_model: str, *, cpus: float, gpus: int = 0, ranks_per_gpu: int = 1
+) -> dict[str, str]:
+    """Return the TFLOP/s of one rank, as keys of the plan's header; empty without a bench.
+
+    Args:
+        results: of `hpml bench`, in the user's records.
+        node: this one; without results of its own, those of a node with the same processor count.
+        cpu_model: of the node, as the kernel names it.
+        cpus: of one rank.
+        gpus: that the node's ranks use.
+        ranks_per_gpu: that share one.
+    """
+    cpu_model = cpu_model or os.uname().machine  # as the bench has it where the kernel has no name
+    # Names of results begin with their time. Of other nodes one of each type is enough.
+    own = sorted(results.glob(f"*/{node}/*.json"), key=lambda path: path.name)[-1:]
+    others = [max(one.glob("*/*.json"), default=None) for one in results.glob("*")]
+    for path in filter(None, [*own, *others]):
+        with contextlib.suppress(OSError, LookupError, TypeError, ValueError, AttributeError):
+            made = json.loads(path.read_text("utf-8"))
+            if made["cpu_model"] == cpu_model and bool(made["gpus"]) == bool(gpus):
+                share = 1 / ranks_per_gpu if gpus else cpus / made["cpus"]
+                found = {}
+                for key, dtype in _DTYPES.items():
+                    part = ("gpu" if gpus else "cpu", ".matmul." + dtype)
+                    rates = [
+                        rate["value"]
+                        for name, rate in made["figures"].items()
+                        if name.startswith(part[0]) and name.endswith(part[1])
+                    ]
+                    if rates:
+                        found[key] = f"{median(rates) * share / 1e12:.6g}"
+                return found
+    return {}
+
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
@@ -167,7 +209,7 @@ class Agent:
                 self._collect()
         finally:
             # Whatever ended the loop, clean up: data in /dev/shm would outlive the job otherwise.
-            hang.remove_pipes(self._attempt, (rank.rank for rank in self._ranks))
+            stopping.remove_pipes(self._attempt, (rank.rank for rank in self._ranks))
             if monitor is not None:
                 monitor.end()  # the exporter ends while the data are removed
             self._clean()
@@ -175,7 +217,7 @@ class Agent:
                 monitor.stop()
             self._feed.close()
             if self._software is not None:
-                software.end(self._software)
+                startup.end(self._software)
         return 0 if ready else 1
 
     def _stop_path(self, channel: ChannelReader) -> StopPath | None:
@@ -304,8 +346,8 @@ class Agent:
         has_gpus = any(rank.gpu is not None for rank in node_plan.plan.ranks)
         if not checkpoint.hang or not has_gpus:
             return {**gloo, "sigterm": "ignore"}
-        hang.directory_of(self._attempt).mkdir(exist_ok=True)
-        return {**gloo, "sigterm": "ignore", "recorder": hang.recorder_stem(self._attempt)}
+        stopping.directory_of(self._attempt).mkdir(exist_ok=True)
+        return {**gloo, "sigterm": "ignore", "recorder": stopping.recorder_stem(self._attempt)}
 
     def _peaks(self, node_plan: planning.NodePlan) -> dict[str, str]:
         ranks = node_plan.plan.ranks
@@ -369,7 +411,7 @@ class Agent:
             return
         if node_index(os.environ)[0] == 0:
             for rank in self._started_ranks()[:1]:
-                self._software = software.start(self._attempt, rank.pid, rank.program)
+                self._software = startup.start(self._attempt, rank.pid, rank.program)
 
     def _stop_ranks(self, now: float, ranks: list[StartedRank]) -> float:
         """Stop the ranks if that is due; returns seconds until the next call is needed."""

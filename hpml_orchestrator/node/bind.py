@@ -24,7 +24,7 @@ import sys
 import time
 from _json import encode_basestring_ascii  # without the rest of the json package
 
-from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, set_cpus
+from hpml_orchestrator.node.environment import child_cpus, memory_policy, prefer_memory, set_cpus
 from hpml_orchestrator.placement.planfile import find, header
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.topology.model import format_list, parse_list

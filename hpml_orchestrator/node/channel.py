@@ -16,30 +16,382 @@ An abstract name belongs to a network namespace: a container with a separate one
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import select
+import signal
 import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.node.environment import job_key
-from hpml_orchestrator.node.peers import Peers
-from hpml_orchestrator.records.feed import Event, is_number
+from hpml_orchestrator.records.feed import (
+    BUCKETS,
+    COUNTERS,
+    GAUGES,
+    Event,
+    RankFigures,
+    encode,
+    is_number,
+)
 from hpml_orchestrator.records.files import append_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
-    from hpml_orchestrator.node.feed import Feed
+# Forwards the reports of this node's ranks to the exporters of the job and of the whole node.
+#
+# The agent keeps each rank's counters, summed over all processes of that rank (torchrun restarts
+# ranks). It sends all of them once a second if some are new, and at least every ten seconds, so that
+# a restarted exporter soon has everything. It never waits for an exporter: if the queue is full, a
+# message is dropped, and the next one contains the same counters.
+#
+# The job's exporter inherits a socket from the agent; the node's listens at `{run}/exporter.sock`
+# (SOCK_SEQPACKET: each agent has a separate queue there). Messages are those of `records/feed.py`.
 
+EXPORTER_SOCKET = "/run/hpml/exporter.sock"
+_VARIABLE = "HPML_EXPORTER_SOCKET"
+
+_PROGRESS = 2  # samples and steps, the first counters
+_EVERY_SECONDS = 1.0
+_BEAT_SECONDS = 10.0
+_LOOK_SECONDS = 10.0
+_METHOD_CHARACTERS = 64
+_CONNECT_TIMEOUT = struct.pack("@ll", 0, 200_000)  # a timeval: seconds and microseconds
+_FULL = (errno.EAGAIN, errno.ENOBUFS, errno.EMSGSIZE, errno.EINTR)
+
+
+def exporter_sockets(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where a node's exporter may listen; HPML_EXPORTER_SOCKET replaces the usual place.
+
+    >>> exporter_sockets({}), exporter_sockets({"HPML_EXPORTER_SOCKET": ""})
+    (('/run/hpml/exporter.sock',), ())
+    """
+    path = environment.get(_VARIABLE, EXPORTER_SOCKET)
+    return (path,) if path else ()
+
+
+class _Rank:
+    """One rank: the counters and buckets of its processes, and its latest report."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, list[float]] = {}
+        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of channels that were opened again
+        self.has_buckets = False
+        self.gauges: dict[str, float] = {}
+        self.method = ""
+        self.heard = 0.0
+
+    def take(self, pid: int, values: list[float | None]) -> None:
+        """Store the values of a process; None for a counter that it does not report.
+
+        A counter never decreases, unless the process opened a new channel and counts from 0 again.
+        """
+        before = self.processes.get(pid, [0.0] * len(values))
+        progress = [(old, new) for old, new in zip(before, values[:_PROGRESS]) if old]
+        # Both samples and steps fell: the process has opened a new channel. A single falling
+        # counter is an error of the program, and adding the old value would count it twice.
+        if progress and all(new is not None and new < old for old, new in progress):
+            self.ended = [sum(pair) for pair in zip(self.ended, before)]
+            before = [0.0] * len(values)
+        self.processes[pid] = [max(old, new or 0.0) for new, old in zip(values, before)]
+
+    def figures(self, rank: int, now: float) -> RankFigures:
+        """Return the sums over all processes of the rank."""
+        sums = [sum(column) for column in zip(self.ended, *self.processes.values())]
+        buckets = tuple(map(int, sums[len(COUNTERS) :])) if self.has_buckets else None
+        totals = tuple(sums[: len(COUNTERS)])
+        age = max(0.0, now - self.heard)
+        return RankFigures(rank, age, totals, buckets, self.method, self.gauges)
+
+
+class Feed:
+    """Keeps the counters of ranks and sends them to exporters; thread-safe.
+
+    Args:
+        targets: paths where an exporter of the whole node may listen.
+        clock: seconds on a monotonic clock.
+
+    Attributes:
+        sent: messages that an exporter has taken.
+        dropped: messages that an exporter's queue had no room for.
+    """
+
+    def __init__(
+        self, targets: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.sent = self.dropped = 0
+        self._targets = tuple(targets)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ranks: dict[int, _Rank] = {}  # in order of arrival, as in the messages
+        self._binding: tuple[int, int] | None = None
+        self._inherited: list[socket.socket] = []
+        self._reached: dict[str, socket.socket] = {}
+        self._news = False
+        self._send_at = self._beat_at = self._look_at = -math.inf
+
+    def add_socket(self, exporter: socket.socket) -> None:
+        """Send to a connected socket from now on; close it when the other end disconnects."""
+        exporter.setblocking(False)
+        with self._lock:
+            self._inherited.append(exporter)
+            self._beat_at = -math.inf
+
+    def set_binding(self, right: int, wrong: int) -> None:
+        """Set how many ranks of this node are bound as planned, and how many are not."""
+        with self._lock:
+            if self._binding != (right, wrong):
+                self._binding, self._news = (right, wrong), True
+
+    def take(self, rank: int, pid: int, data: Mapping[str, object], buckets: object = None) -> None:
+        """Store the counters of a process of a rank.
+
+        Args:
+            rank: global rank.
+            pid: the process, as the kernel vouches for it.
+            data: its counters since it began, and gauges; anything but a number is ignored.
+            buckets: steps by duration, as hpml_channel.py sends them.
+        """
+        with self._lock:
+            state = self._ranks.setdefault(rank, _Rank())
+            counts: list[float | None] = [None] * BUCKETS
+            if isinstance(buckets, dict) and buckets:
+                state.has_buckets = True
+                counts = [amount(buckets.get(str(place))) or 0.0 for place in range(BUCKETS)]
+            totals = [amount(data.get(f"{name}_total")) for name in COUNTERS]
+            state.take(pid, [*totals, *counts])
+            gauges = {name: data.get(name) for name in GAUGES}
+            state.gauges = {name: value for name, value in gauges.items() if is_number(value)}
+            method = data.get("comm_method")
+            state.method = method[:_METHOD_CHARACTERS] if isinstance(method, str) else ""
+            state.heard = self._clock()
+            self._news = True
+
+    def act(self, now: float) -> float:
+        """Send what is due; return the seconds until the next call is needed.
+
+        Args:
+            now: seconds on the clock.
+        """
+        with self._lock:
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                self._look()
+            if not self._inherited and not self._reached:
+                return self._look_at - now
+            if now >= self._send_at and (self._news or now >= self._beat_at):
+                self._send(now)
+            due = self._send_at if self._news or self._ranks else self._beat_at
+            return max(0.0, min(due, self._look_at) - now)
+
+    def flush(self) -> None:
+        """Send everything now, at the end of the training or of the node's part of it."""
+        with self._lock:
+            self._look()
+            self._send(self._clock())
+
+    def close(self) -> None:
+        """Close all sockets."""
+        with self._lock:
+            for exporter in (*self._inherited, *self._reached.values()):
+                exporter.close()
+            self._inherited.clear()
+            self._reached.clear()
+
+    def _look(self) -> None:
+        for path in self._targets:
+            exporter = None if path in self._reached else _connect(path)
+            if exporter is not None:
+                self._reached[path] = exporter
+                self._beat_at = -math.inf
+
+    def _send(self, now: float) -> None:
+        messages = self._messages(now)
+        self._send_at, self._beat_at = now + _EVERY_SECONDS, now + _BEAT_SECONDS
+        self._news = False
+        self._inherited = [end for end in self._inherited if self._hand_over(end, messages)]
+        self._reached = {
+            path: end for path, end in self._reached.items() if self._hand_over(end, messages)
+        }
+
+    def _hand_over(self, exporter: socket.socket, messages: list[bytes]) -> bool:
+        """Send messages; False if the exporter is gone."""
+        for message in messages:
+            try:
+                # The agent's loop also stops ranks in time, so it must never wait for an exporter.
+                exporter.send(message, socket.MSG_DONTWAIT)
+                self.sent += 1
+            except OSError as error:
+                if error.errno not in _FULL:
+                    exporter.close()
+                    return False
+                self.dropped += 1
+                self._news = True  # try again at the next opportunity
+        return True
+
+    def _messages(self, now: float) -> list[bytes]:
+        ranks = [state.figures(rank, now) for rank, state in self._ranks.items()]
+        if not ranks and self._binding is None:
+            return []
+        return encode(os.getpid(), self._binding, ranks)
+
+
+def amount(value: object) -> float | None:
+    """Return a counter's value; None if it is missing or not a valid counter."""
+    return float(value) if is_number(value) and value >= 0 else None
+
+
+def _connect(path: str) -> socket.socket | None:
+    exporter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # connect() waits for room in the exporter's backlog, but not for long.
+        exporter.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEOUT)
+        exporter.connect(path)
+        exporter.setblocking(False)
+    except OSError:
+        exporter.close()
+        return None
+    return exporter
+
+
+# The ranks of a node as seen on the training channel: their addresses and signs of life.
+
+_REAL_TIME_SIGNALS = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+_MAX_SECONDS = 7 * 86400.0  # a longer save or step must be an error of the sender
+
+
+@dataclass
+class Peer:
+    """One process that uses the channel."""
+
+    rank: int  # global rank
+    address: bytes = b""  # of its socket; empty if it cannot receive anything
+    stacks_fd: int = -1  # descriptor in that process of the file for its stacks; -1 for none
+    stacks_signal: int = 0  # makes it write its stacks; 0 for none
+
+
+class Slowest(NamedTuple):
+    """The longest times that ranks reported, in seconds; None without a report."""
+
+    save: float | None = None
+    step: float | None = None
+
+    def over(self, other: Slowest) -> Slowest:
+        """Return the longer time of each pair."""
+        return Slowest(*(_longer(mine, its) for mine, its in zip(self, other)))
+
+
+class Peers:
+    """Processes that use the channel of one node; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._counted: dict[int, tuple[float, float]] = {}  # steps and their seconds, by pid
+        self._stepping: set[int] = set()
+        self._heard = 0
+        self._slowest = Slowest()
+
+    def hear(self, pid: int, rank: int, address: bytes) -> None:
+        """Record a datagram of a process.
+
+        Args:
+            pid: the process, as the kernel vouches for it.
+            rank: its global rank.
+            address: of the sender's socket; empty if it has none.
+        """
+        with self._lock:
+            self._heard += 1
+            peer = self._peers.setdefault(pid, Peer(rank))
+            peer.rank, peer.address = rank, address or peer.address
+
+    def hello(self, pid: int, data: Mapping[str, object]) -> None:
+        """Record how to read the stacks of a process; invalid values are ignored.
+
+        Only a real-time signal is accepted: another one could end a process without a handler.
+        """
+        number, descriptor = data.get("stacks_signal"), data.get("stacks_fd")
+        if type(number) is int and type(descriptor) is int and number in _REAL_TIME_SIGNALS:
+            with self._lock:
+                peer = self._peers[pid]
+                peer.stacks_fd, peer.stacks_signal = descriptor, number
+
+    def take(self, pid: int, event: str, data: Mapping[str, object]) -> None:
+        """Record the duration of steps and saves that an event reports."""
+        with self._lock:
+            if event == "checkpoint":
+                seconds = _seconds(data.get("seconds"))
+                self._slowest = self._slowest.over(Slowest(save=seconds))
+            elif event == "step":
+                self._stepping.add(pid)
+                steps, total = data.get("steps_total"), amount(data.get("step_seconds_total"))
+                if isinstance(steps, (int, float)) and total is not None:
+                    steps_before, total_before = self._counted.get(pid, (0.0, 0.0))
+                    # Counters are cumulative, so two reports give the mean over the steps in
+                    # between.
+                    if steps > steps_before:
+                        mean = (total - total_before) / (steps - steps_before)
+                        self._slowest = self._slowest.over(Slowest(step=_seconds(mean)))
+                    self._counted[pid] = float(steps), total
+
+    @property
+    def slowest(self) -> Slowest:
+        """The slowest save and the slowest step so far; a step's time is a mean over a second."""
+        return self._slowest
+
+    @property
+    def heard(self) -> int:
+        """How many datagrams have arrived so far."""
+        return self._heard
+
+    @property
+    def stepping(self) -> frozenset[int]:
+        """Processes that have reported a step."""
+        with self._lock:
+            return frozenset(self._stepping)
+
+    def by_pid(self) -> dict[int, Peer]:
+        """Return all processes so far, ended ones too."""
+        with self._lock:
+            return {pid: Peer(**vars(peer)) for pid, peer in self._peers.items()}
+
+    def ask_to_stop(self, channel: socket.socket, reason: str) -> None:
+        """Send a stop request to every process; an ended process is not asked again."""
+        datagram = json.dumps({"v": 1, "stop": reason}).encode("ascii")
+        for pid, peer in self.by_pid().items():
+            if peer.address:
+                try:
+                    channel.sendto(datagram, peer.address)
+                except BlockingIOError:
+                    continue  # its queue is full of requests that it has not read yet
+                except OSError:
+                    # The socket is gone, and with it the process. A new one introduces itself with
+                    # a new address.
+                    with self._lock, contextlib.suppress(KeyError):
+                        self._peers[pid].address = b""
+
+
+def _seconds(value: object) -> float | None:
+    seconds = amount(value)
+    return seconds if seconds is not None and seconds < _MAX_SECONDS else None
+
+
+def _longer(one: float | None, other: float | None) -> float | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+if TYPE_CHECKING:
     Message: TypeAlias = Mapping[str, Any]  # of a rank: its fields, of which any may be missing
 
 WIRE_VERSION = 1

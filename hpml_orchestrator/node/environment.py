@@ -1,14 +1,23 @@
-"""Variables that Slurm and the batch script set on a node."""
+"""What a node's agent and ranks find in their environment: options, variables, kernel."""
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import os
 import re
 import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.records.job import NodeJob, SiteLimits
+from hpml_orchestrator.topology.model import format_list, parse_list
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.job import Job, Stage
 
 ELSEWHERE = "HPML_STAGE_ELSEWHERE"
 """JSON: by the name of a node, the paths of staged data that are others there."""
@@ -61,3 +70,151 @@ def node_names(text: str) -> list[str]:
             numbers = range(int(first), int(last or first) + 1)
             names += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
     return names
+
+
+# What a node's agent works with: `agent.json`, and what only the batch script's shell knows.
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """The options of an agent."""
+
+    attempt: Path  # the attempt's directory
+    job: Job
+    site: SiteLimits = field(default_factory=SiteLimits)
+    bases: Mapping[str, str] = field(default_factory=dict)  # directories of `shm` and `local`
+    job_directories: Sequence[str] = ()  # in which of these the job gets an empty directory
+    # Source and target of each result to copy back, the most important first
+    collect: Sequence[tuple[str, str]] = ()
+
+    def at_its_directory(self, stage: Stage) -> Stage:
+        """Return an entry of `stage` with this node's directory in place of `shm` or `local`."""
+        return replace(stage, target=self.bases.get(stage.target, stage.target))
+
+
+def parse_options(argv: Sequence[str]) -> AgentOptions:
+    """Return the options of `agent ATTEMPT SUBMISSION …`; see the help of each.
+
+    Raises:
+        RecordError: the submission's `agent.json` cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="hpml-node.pyz agent", allow_abbrev=False)
+    parser.add_argument("attempt", type=Path, help="the attempt's directory")
+    parser.add_argument("submission", type=Path, help="the directory of agent.json")
+    for name in ("shm", "local"):
+        parser.add_argument(f"--{name}", metavar="DIRECTORY", help=f"what target {name} means here")
+    parser.add_argument(
+        "--job-directory",
+        choices=("shm", "local"),
+        action="append",
+        default=[],
+        help="make an empty directory of the job there",
+    )
+    parser.add_argument(
+        "--collect",
+        metavar=("SOURCE", "TARGET"),
+        nargs=2,
+        action="append",
+        default=[],
+        help="copy a result back",
+    )
+    given = parser.parse_args(argv)
+    read = NodeJob.read(given.submission)
+    bases = {name: path for name in ("shm", "local") if (path := getattr(given, name))}
+    collect = [(source, target) for source, target in given.collect]
+    return AgentOptions(given.attempt, read.job, read.site, bases, given.job_directory, collect)
+
+
+# CPU affinity and memory policy of a rank, set and read through the kernel.
+#
+# It imports little, because every rank imports it at its start.
+
+_PREFERRED = 1  # MPOL_PREFERRED: memory from there while it has some, else from elsewhere
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}
+_WORD_BITS = 64
+
+
+def set_cpus(cpus: str) -> str:
+    """Set this process's CPU affinity and read it back.
+
+    The kernel silently ignores CPUs outside of the cpuset. A rank that would get only some of its
+    CPUs keeps those that it was started with, since these few may be far too few.
+
+    Args:
+        cpus: in the kernel's list format.
+
+    Returns:
+        The problem, or the empty text.
+    """
+    wanted = frozenset(parse_list(cpus))
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, wanted)
+        actual = os.sched_getaffinity(0)
+        if actual == wanted:
+            return ""
+        os.sched_setaffinity(0, before)
+        refused = f"allows only {format_list(actual)}"
+    except (OSError, ValueError, OverflowError) as error:
+        refused = f"refuses them: {getattr(error, 'strerror', None) or error}"
+    started = f"the rank was started with {format_list(before)}"
+    return f"the plan assigns CPUs {cpus or 'none'}, the kernel {refused}; {started}"
+
+
+def prefer_memory(domain: int) -> str:
+    """Prefer the memory of a NUMA domain, for this process and its children.
+
+    Preferred and not bound: a process that is bound to memory outside of its cpuset is killed.
+
+    Returns:
+        The empty text, or why it failed: the domain is not in the job's cpuset (EINVAL), or a
+        container's seccomp filter refuses the call (EPERM, ENOSYS).
+    """
+    machine = os.uname().machine
+    if machine not in _SET_MEMPOLICY:
+        return f"memory policy on {machine}: its system call is not known"
+    words = domain // _WORD_BITS + 1
+    mask = (1 << domain).to_bytes(words * _WORD_BITS // 8, "little")
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    # The kernel reads one bit less than the length that it is given.
+    if syscall(_SET_MEMPOLICY[machine], _PREFERRED, mask, words * _WORD_BITS + 1) == 0:
+        return ""
+    reason = os.strerror(ctypes.get_errno())
+    return f"memory of NUMA domain {domain} cannot be preferred: {reason}"
+
+
+def memory_policy() -> str | None:
+    """Return this process's memory policy as the kernel writes it, such as `default` or `prefer:3`.
+
+    None if it cannot be read. The first line of numa_maps is the interpreter's program file, which
+    has no policy of its own, so the line shows that of the process.
+    """
+    try:
+        with open("/proc/self/numa_maps", "rb", buffering=0) as stream:
+            return stream.read(256).decode("ascii", "replace").split()[1]
+    except (OSError, IndexError):
+        return None
+
+
+def child_cpus() -> frozenset[int]:
+    """Return the CPUs that a forked child may use.
+
+    Raises:
+        OSError: no child can be forked.
+        ValueError: the child ended before it answered.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, format_list(os.sched_getaffinity(0)).encode())
+        finally:
+            # No clean-up in the child: the buffers and exit handlers are the parent's.
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    if not answer:
+        raise ValueError("a forked child reported no CPUs")
+    return frozenset(parse_list(answer.decode()))

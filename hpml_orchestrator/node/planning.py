@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.environment import integer
-from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
+from hpml_orchestrator.node.environment import integer, prefer_memory, set_cpus
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import VISIBLE_VARIABLES, Plan, RankPlan, visible_devices

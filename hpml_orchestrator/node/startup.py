@@ -1,27 +1,30 @@
-"""The start of a job: claim the attempt, wait until all nodes are ready, choose a rendezvous.
-
-These run on the first node, called by the batch script before the ranks start.
-"""
+"""The start of a node: its software, its GPUs' health, and the barrier."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
 import shlex
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import (
     BindingError,
     HpmlError,
     InputError,
     NotFoundError,
+    RecordError,
     StagingError,
     counted,
 )
@@ -31,8 +34,9 @@ from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text
 from hpml_orchestrator.records.job import NodeJob
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.records.run import Attempt, Run, task_output
+from hpml_orchestrator.records.run import SOFTWARE, Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, Submission
+from hpml_orchestrator.records.torch_build import READ_BUILD, read_vectors
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import Marker, NextRecord
@@ -419,3 +423,193 @@ def _common_name(attempt: Path) -> str:
         f"no name of the head node ({', '.join(names)}) is known to all nodes: {missing}",
         hint="the nodes' /etc/hosts or DNS must know each other's names",
     )
+
+
+# What a program runs in: its Python's packages, PyTorch's build, modules and the GPU driver.
+#
+# The agent of the job's first node starts this once per attempt, for a rank there, in a process of
+# its own: neither a slow file system nor a driver that hangs may delay the job. The process ends
+# itself.
+
+_LIST_SECONDS = 10.0
+_END_SECONDS = 20.0  # the system ends this process, whatever it waits for
+_KILL_SECONDS = 1.0
+_WORDS = 8
+_MOST_BYTES = 16 * 1024**2
+_PYTHON = re.compile(r"python[\d.]*")
+_CODE = """\
+import sys
+sys.path.append(sys.argv.pop(1))
+from hpml_orchestrator.node.software import main
+main(*sys.argv[1:])
+"""
+_READ_VERSION = "import json, platform; print(json.dumps(platform.python_version()))"
+_LIST_PACKAGES = """\
+import importlib.metadata, json
+found = {}
+for one in importlib.metadata.distributions():
+    try:
+        found.setdefault(one.metadata["Name"], one.version)
+    except Exception:  # damaged metadata of one package
+        pass
+found.pop(None, None)
+print(json.dumps(found))
+"""
+
+
+def start(attempt: Path, pid: int, program: str) -> subprocess.Popen[bytes] | None:
+    """Start a process that records the software of a rank; None if it cannot be started.
+
+    Args:
+        attempt: the attempt's directory.
+        pid: process of the rank.
+        program: the first word of the rank's command.
+    """
+    root = str(Path(__file__).parents[2])  # a directory, or hpml-node.pyz
+    words = [sys.executable, "-I", "-S", "-c", _CODE, root, str(attempt), str(pid), program]
+    nothing = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+    except OSError:
+        return None
+
+
+def end(recorder: subprocess.Popen[bytes]) -> None:
+    """End the process and the Python that it asks; what a driver holds is left to the system."""
+    if recorder.poll() is None:  # else its number may be another process's by now
+        os.killpg(recorder.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        recorder.wait(_KILL_SECONDS)
+
+
+def main(attempt: str, pid: str, program: str) -> None:
+    """Record the software of a rank, and end after some seconds at the latest."""
+    signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)  # SIGALRM ends the process
+    record(Path(attempt), f"/proc/{pid}", program)
+
+
+def record(attempt: Path, process: str, program: str) -> None:
+    """Write what a rank runs in, first without the driver's versions: a call of it may hang.
+
+    Args:
+        attempt: the attempt's directory.
+        process: the rank's directory below `/proc`.
+        program: the first word of the rank's command.
+    """
+    environment = _environment(process)
+    python = "" if _is_in_container(process) else python_of(program, environment)
+    found: dict[str, object] = {
+        "node": node_name(),
+        "python": python or None,
+        "python_version": _ask(python, _READ_VERSION, environment) if python else None,
+        "packages": installed(python, environment) if python else None,
+        "modules": [*filter(None, environment.get("LOADEDMODULES", "").split(":"))],
+        "files": digests(process),
+        "torch": _ask(python, READ_BUILD, environment) if python else None,
+        "vectors": read_vectors(environment),
+        "has_gpus": bool(environment.get("CUDA_VISIBLE_DEVICES")),
+    }
+    with contextlib.suppress(RecordError):
+        write_json(attempt / SOFTWARE, found)
+        if versions := nvidia_versions():
+            write_json(attempt / SOFTWARE, {**found, **versions})
+
+
+def _is_in_container(process: str) -> bool:
+    """Whether a process has another file system: then its Python cannot be started from outside."""
+    try:
+        return not os.path.samefile(f"{process}/root", "/")
+    except OSError:  # it has ended
+        return False
+
+
+def _environment(process: str) -> dict[str, str]:
+    """Return the variables that a process was started with; empty if it has ended."""
+    try:
+        text = Path(process, "environ").read_bytes().decode("utf-8", "surrogateescape")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+
+
+def digests(process: str) -> dict[str, str]:
+    """Return the SHA-256 of small files that a process's first words name, such as its script."""
+    found = {}
+    with contextlib.suppress(OSError):
+        words = os.fsdecode(Path(process, "cmdline").read_bytes()).split("\0")[1:_WORDS]
+        for path in (word for word in words if os.path.isabs(word)):
+            with contextlib.suppress(OSError):
+                if os.path.isfile(path) and os.path.getsize(path) <= _MOST_BYTES:
+                    found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def python_of(program: str, environment: Mapping[str, str]) -> str:
+    """Return the path of the Python that a program runs in; empty if it is not known.
+
+    It is the program itself, or the one that its first line names. For any other program, such as
+    a shell, it is the `python` on its PATH.
+
+    Args:
+        program: the first word of a command.
+        environment: of the process.
+    """
+    search = environment.get("PATH", "")
+    path = shutil.which(program, path=search) or ""
+    if path and not _PYTHON.fullmatch(os.path.basename(path)):
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            first = os.fsdecode(stream.readline(4096)).rstrip()
+            path = (first[2:].split() or [""])[0] if first.startswith("#!") else ""
+    if path and _PYTHON.fullmatch(os.path.basename(path)):
+        return path
+    return shutil.which("python", path=search) or shutil.which("python3", path=search) or ""
+
+
+def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return name and version of a Python's packages, as it lists them; None if it cannot.
+
+    Args:
+        python: its path.
+        environment: of the process.
+    """
+    packages: dict[str, str] | None = _ask(python, _LIST_PACKAGES, environment)
+    if packages is None:
+        return None
+    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
+
+
+def _ask(python: str, code: str, environment: Mapping[str, str]) -> Any:
+    """Return what a Python's answer in JSON says; None if it gives none."""
+    try:
+        answered = subprocess.run(
+            [python, "-c", code],
+            cwd="/",  # the current directory is on the path of `-c`
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIST_SECONDS,
+            check=True,
+        )
+        return json.loads(answered.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def nvidia_versions() -> dict[str, str]:
+    """Return the version of NVIDIA's driver, and the newest CUDA that it supports."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2():
+            return {}
+        text, number = ctypes.create_string_buffer(96), ctypes.c_int()
+        versions = {}
+        if not nvml.nvmlSystemGetDriverVersion(text, len(text)):
+            versions["nvidia_driver"] = text.value.decode("ascii", "replace")
+        if not nvml.nvmlSystemGetCudaDriverVersion(ctypes.byref(number)):
+            versions["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return {}
+    return versions

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.node import meeting
 from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.processes import ProcessTable, openmp_of, visible_of
 from hpml_orchestrator.placement.verify import (
@@ -42,6 +41,50 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.planning import NodePlan
     from hpml_orchestrator.node.processes import StartedRank
     from hpml_orchestrator.records.process import ProcessStat
+
+# Whether a rank ever met another; each rank of a program that is not distributed works alone.
+#
+# A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or as
+# rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any look,
+# the last one after a minute and in the second half of its life, has worked alone.
+
+ALONE = (
+    "its ranks never connected to another rank: each worked alone. A program that should train as "
+    "one has to start its process group (torch.distributed.init_process_group)"
+)
+"""The warning about a node whose ranks never met."""
+
+CPU_SECONDS = 10.0
+"""A rank without so much CPU time may only wait for the processes of a container's daemon."""
+
+_LISTENS = "0A"
+
+
+def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
+    """Whether a rank's processes have such a socket; True after an MPI start and if in doubt."""
+    main = processes.main_of(family).pid
+    environment = processes.environment(main)
+    if any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment):
+        return True
+    port = integer(environment, "MASTER_PORT", 0)
+    sockets, meeting = set(), set()
+    try:
+        for stat in family:
+            with contextlib.suppress(FileNotFoundError):  # it has ended
+                for descriptor in os.listdir(f"/proc/{stat.pid}/fd"):
+                    with contextlib.suppress(FileNotFoundError):
+                        sockets.add(os.readlink(f"/proc/{stat.pid}/fd/{descriptor}"))
+        # The tables are those of the rank's network namespace.
+        for name in ("tcp", "tcp6"):
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{main}/net/{name}") as table:
+                for line in [*table][1:]:
+                    _, _, remote, state, _, _, _, _, _, inode, *_ = line.split()
+                    if state == _LISTENS or int(remote.rpartition(":")[2], 16) == port:
+                        meeting.add(f"socket:[{inode}]")
+    except OSError:
+        return True
+    return not sockets.isdisjoint(meeting)
+
 
 LOOKS_SECONDS = (10.0, 60.0)
 """When the live ranks are checked, after the last of them started."""
@@ -115,7 +158,7 @@ class Watch:
         self._take(started)
         self._conclude(math.inf)
         if self._worked_alone and any(rank.rank == 0 for rank in self._ranks.values()):
-            self._report(f"warning: {self._node_plan.context.node}: {meeting.ALONE}")
+            self._report(f"warning: {self._node_plan.context.node}: {ALONE}")
 
     def _take(self, started: Sequence[StartedRank]) -> bool:
         new = started[self._taken :]
@@ -154,12 +197,12 @@ class Watch:
         processes = ProcessTable()
         for local_rank in self._ranks:
             family = self._family(processes, local_rank)
-            if family and meeting.may_have_met(processes, family):
+            if family and may_have_met(processes, family):
                 self._alone.clear()
                 self._meet_at = math.inf
                 return
             seconds = sum(stat.cpu_ticks for stat in family) / os.sysconf("SC_CLK_TCK")
-            if now - self._began >= _ALONE_SECONDS and family and seconds >= meeting.CPU_SECONDS:
+            if now - self._began >= _ALONE_SECONDS and family and seconds >= CPU_SECONDS:
                 self._alone.add(local_rank)
         self._meet_at = 2 * now - self._began  # so the last is in the second half of their life
 
@@ -202,7 +245,7 @@ class Watch:
         wrong = sum(bool(rank.wrong) for rank in proof.ranks)
         self.binding = len(proof.ranks) - wrong, wrong
         if self._worked_alone:
-            proof = replace(proof, warnings=(*proof.warnings, meeting.ALONE))
+            proof = replace(proof, warnings=(*proof.warnings, ALONE))
         return replace(proof, time=round(time.time(), 6))
 
     def _conclude(self, now: float) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.agent import Agent
-from hpml_orchestrator.node.options import AgentOptions
+from hpml_orchestrator.node.environment import AgentOptions
 from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import append_line

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.feed import Feed
+from hpml_orchestrator.node.channel import Feed
 
 PARTS = ("transfer_seconds", "wait_seconds", "save_seconds", "evaluation_seconds")
 COUNTERS = ("samples", "steps", "data_wait_seconds", "step_seconds", "comm_seconds", *PARTS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.node.jobstate import AllocationState, ask, kill_wait
+from hpml_orchestrator.node.continuation import AllocationState, ask, kill_wait
 
 DATA = Path(__file__).parents[2] / "data" / "slurm-ending-jobs"
 

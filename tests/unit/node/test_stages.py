@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node import stages
-from hpml_orchestrator.node.options import AgentOptions
+from hpml_orchestrator.node.environment import AgentOptions
 from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.ids import parse_array

@@ -18,14 +18,11 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node import planning
-from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.continuation import Decision, decide
-from hpml_orchestrator.node.hang import collect_stacks
-from hpml_orchestrator.node.jobstate import AllocationState
-from hpml_orchestrator.node.options import AgentOptions
-from hpml_orchestrator.node.peers import Peers
+from hpml_orchestrator.node.channel import ChannelReader, Peers
+from hpml_orchestrator.node.continuation import AllocationState, Decision, decide
+from hpml_orchestrator.node.environment import AgentOptions
 from hpml_orchestrator.node.processes import StartedRank
-from hpml_orchestrator.node.stopping import StopPath
+from hpml_orchestrator.node.stopping import StopPath, collect_stacks
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.verify import Seen
 from hpml_orchestrator.records.files import write_json

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node import meeting
+from hpml_orchestrator.node import watch
 from hpml_orchestrator.node.planning import BindOptions, NodePlan, plan_node
 from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedRank
 from hpml_orchestrator.node.watch import Watch
@@ -380,7 +380,7 @@ def test_ranks_that_never_met(
             command = (sys.executable, "-S", "-c", f"{code}{BEGUN}")
             ranks.start(rank, BOTH, *command, ready="begun", **env)
         watching.turn(seconds)
-        assert meeting.ALONE not in watching.said
+        assert watch.ALONE not in watching.said
         watching.watch.close(watching.started())
-    assert watching.said.count(meeting.ALONE) == said
-    assert (meeting.ALONE in watching.proof().warnings) == said
+    assert watching.said.count(watch.ALONE) == said
+    assert (watch.ALONE in watching.proof().warnings) == said

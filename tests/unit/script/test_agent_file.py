@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.node.options import AgentOptions, parse_options
+from hpml_orchestrator.node.environment import AgentOptions, parse_options
 from hpml_orchestrator.node.planning import BindOptions
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.job import AGENT_FILE, NodeJob, SiteLimits, Stage

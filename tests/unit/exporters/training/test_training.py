@@ -22,7 +22,7 @@ from hpml_exporters.training.collector import TrainingCollector, make
 from hpml_exporters.training.metrics import OF_PARTS
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.node.feed import Feed
+from hpml_orchestrator.node.channel import Feed
 from hpml_orchestrator.records.feed import STEP_BOUNDS_SECONDS, RankFigures, encode
 from tests.patience import eventually
 from tests.unit.exporters.collectors.reading import Series, context, post, sampled

@@ -15,7 +15,7 @@ from hpml_exporters.training.collector import make
 
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.channel import attempt_channel
-from hpml_orchestrator.node.options import AgentOptions
+from hpml_orchestrator.node.environment import AgentOptions
 from hpml_orchestrator.records.job import Job
 from tests.patience import eventually
 from tests.unit.exporters.collectors.reading import Series, context, post, sampled

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.results import NodeResults
+from hpml_orchestrator.node.stages import NodeResults
 from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.runs.reporting.staging import (
