@@ -17,9 +17,8 @@ from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.records.texts import first_few, human_bytes
 from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
-from hpml_orchestrator.staging.faults import links_hint, shown
 from hpml_orchestrator.staging.plan import CIRCLE, NO_FILE, link_fault
-from hpml_orchestrator.staging.request import download_hint, kind_at
+from hpml_orchestrator.staging.request import download_hint, kind_at, links_hint, shown
 from hpml_orchestrator.staging.space import capacity_at, room_at
 from hpml_orchestrator.staging.store import NodeStore
 

@@ -17,9 +17,9 @@ from hpml_orchestrator.cli.copying import (
 )
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
-from hpml_orchestrator.staging.faults import shown
 from hpml_orchestrator.staging.pack import PackRequest
 from hpml_orchestrator.staging.pack import pack as make_pack
+from hpml_orchestrator.staging.request import shown
 
 
 def pack(

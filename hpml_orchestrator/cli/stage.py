@@ -36,16 +36,23 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.jobfile.ages import parse_age
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
-from hpml_orchestrator.staging.auto import stage_chosen
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import UNREADABLE, is_directory, shown, why
-from hpml_orchestrator.staging.inventory import clean as clean_bases
-from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.distribution import stage_chosen
 from hpml_orchestrator.staging.manifest import verify as verify_staged
-from hpml_orchestrator.staging.rate_limit import open_rate
-from hpml_orchestrator.staging.request import IN_PLACE, Bases, Kind, requests_for
+from hpml_orchestrator.staging.request import (
+    IN_PLACE,
+    UNREADABLE,
+    Bases,
+    Kind,
+    is_directory,
+    requests_for,
+    shown,
+    why,
+)
 from hpml_orchestrator.staging.stage import CopyStager
-from hpml_orchestrator.staging.store import base_above
+from hpml_orchestrator.staging.store import base_above, list_staged
+from hpml_orchestrator.staging.store import clean as clean_bases
+from hpml_orchestrator.staging.workers import open_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,9 +60,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cli.process import Stop
     from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.site.profile import NodePaths
-    from hpml_orchestrator.staging.auto import StageOutcome
-    from hpml_orchestrator.staging.inventory import Cleaned, StoredData
+    from hpml_orchestrator.staging.distribution import StageOutcome
     from hpml_orchestrator.staging.manifest import VerifyReport
+    from hpml_orchestrator.staging.store import Cleaned, StoredData
 
 COMMANDS = ("ls", "verify", "clean")
 _WORD_CHARACTERS = 40

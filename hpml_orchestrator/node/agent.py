@@ -44,7 +44,7 @@ from hpml_orchestrator.placement.verify import PlanFigures, plan_figures
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.staging.link import interface_address
+from hpml_orchestrator.staging.chain import interface_address
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,16 +19,15 @@ from hpml_orchestrator.node.environment import job_key, node_index, node_names
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.staging.chain import ChainPosition
 from hpml_orchestrator.staging.collect import Collected, collect
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import Rates, supply_for
-from hpml_orchestrator.staging.faults import Retry, StagingStopped, shown, why
-from hpml_orchestrator.staging.link import ChainPosition
-from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
-from hpml_orchestrator.staging.request import StageResult
+from hpml_orchestrator.staging.request import Retry, StageResult, StagingStopped, shown, why
 from hpml_orchestrator.staging.space import capacity_at
 from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.store import base_above, remove_tree
+from hpml_orchestrator.staging.workers import array_delay, open_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -161,7 +161,7 @@ def _size(stage: Stage, index: int) -> int:
 
 
 def _bytes_in_ram(stage: Stage) -> int | None:
-    from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415 - only for `target: auto`
+    from hpml_orchestrator.staging.request import Retry  # noqa: PLC0415 - only for `target: auto`
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
     from hpml_orchestrator.staging.stage import open_source  # noqa: PLC0415 - as above
 

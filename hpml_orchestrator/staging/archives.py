@@ -28,17 +28,16 @@ from array import array
 from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
-from hpml_orchestrator.staging.members import MOST_MEMBERS, Members, honest_bytes
-from hpml_orchestrator.staging.request import TREE_SHARD, shards_of
+from hpml_orchestrator.staging.plan import MOST_MEMBERS, Members, honest_bytes
+from hpml_orchestrator.staging.request import TREE_SHARD, SourceChangedError, shards_of, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES, Buffers
 from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.request import Retry
     from hpml_orchestrator.staging.source import Buffer, SourceReader
 
     Row = tuple[bytes, str, int, int, int, int, str]

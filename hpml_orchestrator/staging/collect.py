@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Problems, StagingStopped, shown, why
 from hpml_orchestrator.staging.manifest import Listing, hashing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
+from hpml_orchestrator.staging.request import Problems, StagingStopped, shown, why
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.store import remove_tree
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan
+    from hpml_orchestrator.staging.request import Retry
 
 INCOMPLETE = ".incomplete"
 """Suffix of the name of results from which something is missing."""

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.faults import (
+from hpml_orchestrator.staging.manifest import hashing
+from hpml_orchestrator.staging.request import (
     FULL,
     NO_ROOM_LEFT,
     Problems,
@@ -28,20 +29,18 @@ from hpml_orchestrator.staging.faults import (
     shown,
     why,
 )
-from hpml_orchestrator.staging.manifest import hashing
-from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.source import BLOCK_BYTES, WRITE_BYTES
 from hpml_orchestrator.staging.space import readers_for
-from hpml_orchestrator.staging.workers import run_forked, run_here
+from hpml_orchestrator.staging.workers import TokenBucket, run_forked, run_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import ThreadPoolExecutor
     from typing import Self
 
-    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Hashing
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
+    from hpml_orchestrator.staging.request import Retry
     from hpml_orchestrator.staging.source import Buffer, Source
     from hpml_orchestrator.staging.workers import Report
 

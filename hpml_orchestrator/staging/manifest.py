@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
-from hpml_orchestrator.staging.faults import (
+from hpml_orchestrator.staging.request import (
     PATHS_TOLD,
     StagingStopped,
     is_directory,

@@ -25,7 +25,9 @@ from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.archives import PACK_COMMENT
 from hpml_orchestrator.staging.copy import Tally, check_directories
-from hpml_orchestrator.staging.faults import (
+from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.request import (
+    TREE_SHARD,
     Problems,
     Retry,
     SourceChangedError,
@@ -33,8 +35,6 @@ from hpml_orchestrator.staging.faults import (
     shown,
     why,
 )
-from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.request import TREE_SHARD
 from hpml_orchestrator.staging.source import WRITE_BYTES, TreeSource
 from hpml_orchestrator.staging.space import Need, check_room, room_at
 from hpml_orchestrator.staging.workers import run_forked

@@ -12,15 +12,15 @@ import stat
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
-from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
+from hpml_orchestrator.staging.request import SourceChangedError
 from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import CopyPlan, TreeEntry
+    from hpml_orchestrator.staging.request import Retry
 
 Buffer = Union[bytes, bytearray, memoryview]
 

@@ -20,7 +20,6 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Retry, StagingStopped, request_error, shown, why
 from hpml_orchestrator.staging.manifest import (
     Listing,
     Manifest,
@@ -30,10 +29,15 @@ from hpml_orchestrator.staging.manifest import (
 )
 from hpml_orchestrator.staging.request import (
     Bases,
+    Retry,
     StageResult,
+    StagingStopped,
     check_job_key,
     kind_of,
     name_of,
+    request_error,
+    shown,
+    why,
 )
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Need, Room, capacity_at, check_room, room_at

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.pack import PackRequest, pack
+from hpml_orchestrator.staging.request import Retry
 from hpml_orchestrator.staging.stage import open_source
 
 CPUS = len(os.sched_getaffinity(0))

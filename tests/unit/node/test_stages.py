@@ -16,9 +16,8 @@ from hpml_orchestrator.node.stages import NodeStaging, ProgressReporter
 from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.ids import parse_array
 from hpml_orchestrator.records.job import Job, SiteLimits, Stage
-from hpml_orchestrator.staging.faults import StagingStopped
-from hpml_orchestrator.staging.rate_limit import array_delay
-from hpml_orchestrator.staging.request import StageResult
+from hpml_orchestrator.staging.request import StageResult, StagingStopped
+from hpml_orchestrator.staging.workers import array_delay
 from tests.unit.node.conftest import stage
 
 MIB = 1 << 20

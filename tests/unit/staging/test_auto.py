@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging.auto import Choice, own_storage, stage_chosen
+from hpml_orchestrator.staging.distribution import Choice, own_storage, stage_chosen
 from hpml_orchestrator.staging.request import IN_PLACE, Bases, name_of
 from hpml_orchestrator.staging.space import Room
 from hpml_orchestrator.staging.stage import CopyStager

@@ -13,13 +13,11 @@ import pytest
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import clean, list_staged
-from hpml_orchestrator.staging.request import Bases
+from hpml_orchestrator.staging.request import Bases, Retry
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
-from hpml_orchestrator.staging.store import NodeStore
+from hpml_orchestrator.staging.store import NodeStore, clean, list_staged
 from tests.patience import eventually
 from tests.unit.staging.conftest import FORK, entries, partials, same
 

@@ -15,10 +15,8 @@ from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.request import Bases
+from hpml_orchestrator.staging.request import Bases, Retry
 from hpml_orchestrator.staging.space import (
     Need,
     Room,
@@ -27,6 +25,7 @@ from hpml_orchestrator.staging.space import (
     room_at,
 )
 from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.store import list_staged
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.staging.collect import Collected, collect
-from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.request import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.records.mounts import file_system_type
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Retry, StagingStopped
 from hpml_orchestrator.staging.pack import PackRequest, pack
+from hpml_orchestrator.staging.request import Retry, StagingStopped
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import MEMORY_TYPES
 from hpml_orchestrator.staging.stage import open_source

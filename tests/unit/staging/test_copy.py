@@ -17,11 +17,10 @@ import pytest
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.request import Bases, Kind
+from hpml_orchestrator.staging.request import Bases, Kind, Retry
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply, open_source
+from hpml_orchestrator.staging.store import list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,11 +15,10 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging.auto import StageOutcome, stage_chosen
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress
-from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.distribution import StageOutcome, stage_chosen
 from hpml_orchestrator.staging.plan import scan_tree
-from hpml_orchestrator.staging.request import Bases
+from hpml_orchestrator.staging.request import Bases, Retry
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.stage import CopyStager, LocalSupply

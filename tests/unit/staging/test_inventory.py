@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging.inventory import StoredData, clean, list_staged
 from hpml_orchestrator.staging.request import Bases
 from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.store import StoredData, clean, list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import CapacityError, InputError, NotFoundError, StagingError
 from hpml_orchestrator.staging import pack as shards
-from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.pack import PackRequest, PackResult, pack
 from hpml_orchestrator.staging.plan import TreeEntry
+from hpml_orchestrator.staging.request import StagingStopped
 from tests.unit.staging.packs import contents, finished, grow, left, untar
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.staging.faults import StagingStopped
-from hpml_orchestrator.staging.rate_limit import (
+from hpml_orchestrator.staging.request import StagingStopped
+from hpml_orchestrator.staging.workers import (
     TokenBucket,
     array_delay,
     open_rate,

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import CapacityError, InputError, StagingError
 from hpml_orchestrator.records.job import Stage
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.pack import PackRequest, pack
 from hpml_orchestrator.staging.request import Bases, Kind, StageResult, kind_of
 from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.store import list_staged
 from tests.unit.staging.packs import contents as pack_contents
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging import archives, members
+from hpml_orchestrator.staging import archives, plan
 from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.copy import CopyOptions, CopyProgress, copy
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.pack import PackRequest, pack
+from hpml_orchestrator.staging.request import Retry
 from hpml_orchestrator.staging.stage import CopyStager, open_source
+from hpml_orchestrator.staging.store import list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +229,7 @@ def test_what_is_no_archive_is_refused(stager: CopyStager, tmp_path: Path, conte
 
 def test_tarfile_is_not_relied_on() -> None:
     """Its filters have been got round before: it reads headers, and never writes a member."""
-    for path in Path(members.__file__).parent.rglob("*.py"):
+    for path in Path(plan.__file__).parent.rglob("*.py"):
         text = path.read_text("utf-8")
         assert not re.findall(r"\.extract(?:all)?\(|extractfile|unpack_archive", text), path
 

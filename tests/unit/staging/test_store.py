@@ -12,12 +12,10 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, RecordError, StagingError
 from hpml_orchestrator.records.job import Stage
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.inventory import clean
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
-from hpml_orchestrator.staging.request import Bases
+from hpml_orchestrator.staging.request import Bases, Retry
 from hpml_orchestrator.staging.stage import CopyStager
-from hpml_orchestrator.staging.store import BusyError, Entry, NodeStore
+from hpml_orchestrator.staging.store import BusyError, Entry, NodeStore, clean
 from tests.patience import eventually
 from tests.unit.staging.conftest import entries, partials
 

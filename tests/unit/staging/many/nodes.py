@@ -35,7 +35,7 @@ from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import supply_for
 from hpml_orchestrator.staging.distribution import Rates
-from hpml_orchestrator.staging.link import ChainPosition
+from hpml_orchestrator.staging.chain import ChainPosition
 node = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))

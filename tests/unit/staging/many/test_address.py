@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpml_orchestrator.staging.link import interface_address
+from hpml_orchestrator.staging.chain import interface_address
 
 IF_INET6 = """\
 fe800000000000000a0027fffe8d1234 02 40 20 80     ib0

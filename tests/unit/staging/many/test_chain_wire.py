@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.link import ChainPosition, Link, Listener, connect
+from hpml_orchestrator.staging.chain import ChainPosition, Link, Listener, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
