@@ -15,13 +15,13 @@ from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.scheduler.local.resources import (
+from hpml_orchestrator.scheduler.local.processes import (
     cpu_ids,
     gpu_ids,
     memory_mb,
     short_hostname,
 )
-from hpml_orchestrator.scheduler.nodelist import MAX_NODES, expand, fold
+from hpml_orchestrator.scheduler.model import MAX_NODES, expand, fold
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job

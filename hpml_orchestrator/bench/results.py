@@ -22,7 +22,7 @@ from hpml_orchestrator.diagnosis.model import AllReduce, Peaks
 from hpml_orchestrator.diagnosis.models import fit_allreduce
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
-from hpml_orchestrator.scheduler.nodelist import expand
+from hpml_orchestrator.scheduler.model import expand
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts

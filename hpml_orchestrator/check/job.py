@@ -39,18 +39,16 @@ from hpml_orchestrator.records.units import size_text
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
-from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
-from hpml_orchestrator.scheduler.environment import job_environment
-from hpml_orchestrator.scheduler.local.resources import (
+from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner, job_environment
+from hpml_orchestrator.scheduler.local.processes import (
     LocalMachine,
     short_hostname,
     shortages,
     this_machine,
 )
-from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
+from hpml_orchestrator.scheduler.slurm.client import NOW, is_one_machine, start_of
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
-from hpml_orchestrator.scheduler.slurm.start import NOW, start_of
 from hpml_orchestrator.script.directives import (
     effective_job,
     whole_nodes,

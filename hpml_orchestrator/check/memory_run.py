@@ -23,7 +23,7 @@ from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.process import live_processes
 from hpml_orchestrator.records.texts import human_bytes, printable
-from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.command import job_environment
 from hpml_orchestrator.scheduler.local.processes import identity, kill_until_gone
 from hpml_orchestrator.script.render import render_environment
 from hpml_orchestrator.script.template import variable, word

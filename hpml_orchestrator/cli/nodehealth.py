@@ -12,7 +12,7 @@ from hpml_orchestrator.cli.fitness import Expected, examine_node
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask
+from hpml_orchestrator.scheduler.slurm.client import ask
 from hpml_orchestrator.scheduler.slurm.messages import clean
 
 if TYPE_CHECKING:

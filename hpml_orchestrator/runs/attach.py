@@ -14,10 +14,9 @@ from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.process import environment_of
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.backend import refuse_elsewhere
-from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.command import job_environment
 from hpml_orchestrator.scheduler.local.processes import marked
-from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.scheduler.nodelist import expand
+from hpml_orchestrator.scheduler.model import JobState, expand
 from hpml_orchestrator.script.render import CODE_DIRECTORY
 
 if TYPE_CHECKING:

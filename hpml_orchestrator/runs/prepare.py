@@ -22,8 +22,8 @@ from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
-from hpml_orchestrator.scheduler.environment import job_environment
-from hpml_orchestrator.scheduler.local.resources import memory_mb
+from hpml_orchestrator.scheduler.command import job_environment
+from hpml_orchestrator.scheduler.local.processes import memory_mb
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.script.render import (

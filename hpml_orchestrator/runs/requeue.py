@@ -24,8 +24,8 @@ from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.recovery import Found, Undecided
-from hpml_orchestrator.scheduler.slurm.ask import ask
+from hpml_orchestrator.scheduler.slurm.client import ask
+from hpml_orchestrator.scheduler.slurm.messages import Found, Undecided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

@@ -24,8 +24,7 @@ from hpml_orchestrator.runs.state import (
 )
 from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
-from hpml_orchestrator.scheduler.recovery import Absent, Found
-from hpml_orchestrator.scheduler.slurm.messages import explain
+from hpml_orchestrator.scheduler.slurm.messages import Absent, Found, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.scheduler.model import Scheduler
-    from hpml_orchestrator.scheduler.recovery import Outcome
+    from hpml_orchestrator.scheduler.slurm.messages import Outcome
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0

@@ -19,9 +19,9 @@ from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.records.process import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.runs.backend import elsewhere, not_here
-from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.command import job_environment
 from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
-from hpml_orchestrator.scheduler.recovery import (
+from hpml_orchestrator.scheduler.slurm.messages import (
     GRACE_SECONDS,
     UNAVAILABLE_SECONDS,
     Absent,

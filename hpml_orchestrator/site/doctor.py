@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.command import (
     SubprocessRunner,
     check_configuration,
 )
-from hpml_orchestrator.scheduler.slurm.ask import is_one_machine, slurm_version
+from hpml_orchestrator.scheduler.slurm.client import is_one_machine, slurm_version
 from hpml_orchestrator.site.profile import site_for, topology_faults
 from hpml_orchestrator.topology.sysfs import list_gpus
 

@@ -14,8 +14,11 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, SchedulerError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.scheduler.command import CommandMissing, ConfigurationMissing
-from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.command import (
+    CommandMissing,
+    ConfigurationMissing,
+    job_environment,
+)
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.site.model import Site
 from hpml_orchestrator.site.node_probe import NodeProbe

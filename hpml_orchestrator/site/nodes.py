@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records import units
-from hpml_orchestrator.scheduler import nodelist
+from hpml_orchestrator.scheduler import model
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Node
@@ -81,7 +81,7 @@ def fold(names: Iterable[str]) -> str:
     """
     listed = sorted(names)
     try:
-        return nodelist.fold(listed)
+        return model.fold(listed)
     except InputError:  # names that no host has
         return ",".join(listed)
 

@@ -11,7 +11,7 @@ from hpml_orchestrator.diagnosis.templates import percent
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.scheduler.nodelist import expand, fold
+from hpml_orchestrator.scheduler.model import expand, fold
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, SweepFacts
 from hpml_orchestrator.sweeps.wording import estimate_text, scale_text
 

@@ -21,7 +21,7 @@ from hpml_orchestrator.records.process import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import determine_outcome
-from hpml_orchestrator.scheduler.recovery import Undecided
+from hpml_orchestrator.scheduler.slurm.messages import Undecided
 from hpml_orchestrator.sweeps import batches
 from hpml_orchestrator.sweeps.allowance import allowance
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send

@@ -27,8 +27,8 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.job import JOB_FIELDS, Job
 from hpml_orchestrator.records.units import format_time
 from hpml_orchestrator.runs.load import SiteChoice, load_job
-from hpml_orchestrator.scheduler.local.resources import cpu_ids
-from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
+from hpml_orchestrator.scheduler.local.processes import cpu_ids
+from hpml_orchestrator.scheduler.slurm.client import is_one_machine
 from hpml_orchestrator.sweeps.plan import (
     GIVEN,
     RESUMED,

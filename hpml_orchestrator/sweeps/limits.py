@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask
+from hpml_orchestrator.scheduler.slurm.client import ask
 from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 
 if TYPE_CHECKING:

@@ -15,9 +15,13 @@ from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.units import read_gres
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
-from hpml_orchestrator.scheduler.slurm.parse import parse_time
-from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
+from hpml_orchestrator.scheduler.slurm.client import ask, slurm_error
+from hpml_orchestrator.scheduler.slurm.records import (
+    node_states,
+    parse_records,
+    parse_rows,
+    parse_time,
+)
 
 _LOG = logging.getLogger(__name__)
 _UNIT, _RECORD = "\x1f", "\x1e"

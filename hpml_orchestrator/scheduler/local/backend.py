@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.job import NodeJob
-from hpml_orchestrator.scheduler.local import resources
+from hpml_orchestrator.scheduler.local import processes
 from hpml_orchestrator.scheduler.local.jobs import BEHIND, Home, LocalJob, LocalRequest
 from hpml_orchestrator.scheduler.local.processes import Identity, send
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
@@ -42,7 +42,7 @@ class LocalScheduler:
 
     name = "local"
 
-    def __init__(self, home: Path, *, machine: resources.LocalMachine | None = None) -> None:
+    def __init__(self, home: Path, *, machine: processes.LocalMachine | None = None) -> None:
         self._home = Home(home)
         self._machine = machine
 
@@ -135,7 +135,7 @@ class LocalScheduler:
         # Pids and the lock in /tmp mean nothing on another machine, although its records may be
         # visible here on a shared file system.
         jobs = [job for job_id in job_ids for job in self._home.find(job_id)]
-        for host in {job.request.host for job in jobs} - {resources.short_hostname()}:
+        for host in {job.request.host for job in jobs} - {processes.short_hostname()}:
             raise SchedulerError(f"the local jobs of {host} cannot be cancelled from here")
         with self._home.lock():
             for job in [job for job_id in job_ids for job in self._home.find(job_id)]:
@@ -181,10 +181,10 @@ class LocalScheduler:
             job = NodeJob.read(request.directory).job
         except RecordError as error:
             raise SchedulerError(f"no job to submit: {error}") from error
-        machine = self._machine or resources.this_machine()
-        for _, has, shown in resources.shortages(job, machine):
+        machine = self._machine or processes.this_machine()
+        for _, has, shown in processes.shortages(job, machine):
             raise SchedulerError(
-                f"the job asks for {shown}; this machine ({resources.short_hostname()}) has {has}",
+                f"the job asks for {shown}; this machine ({processes.short_hostname()}) has {has}",
                 hint="ask for less, or submit it to a Slurm cluster",
             )
         # Linux has no call that only reads the umask: set it and put it back. The job inherits the
@@ -196,10 +196,10 @@ class LocalScheduler:
             name=request.name,
             directory=os.path.abspath(request.directory),
             output=os.fspath(request.output),
-            host=resources.short_hostname(),
+            host=processes.short_hostname(),
             indices=indices if request.only is None else (request.only,),
             limit=job.array.limit if job.array else None,
-            needs=resources.needs_of(job, machine),
+            needs=processes.needs_of(job, machine),
             machine=machine,
             kill_wait_seconds=float(wait) if _SECONDS.fullmatch(wait) else _KILL_WAIT_SECONDS,
             umask=umask,

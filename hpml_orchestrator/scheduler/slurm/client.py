@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import tempfile
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.ids import parse_answer, valid_id
+from hpml_orchestrator.records.texts import clock_text, first_few
+from hpml_orchestrator.records.units import format_time
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus
-from hpml_orchestrator.scheduler.slurm.ask import (
-    SILENT_HINT,
-    ask,
-    name_nodes,
-    slurm_error,
-)
 from hpml_orchestrator.scheduler.slurm.messages import (
+    NODES_DOWN,
     NOT_CONFIGURED,
     NOT_CONFIGURED_HINT,
     clean,
@@ -31,7 +31,7 @@ from hpml_orchestrator.scheduler.slurm.messages import (
     on_other_cluster,
     transport_fault,
 )
-from hpml_orchestrator.scheduler.slurm.parse import (
+from hpml_orchestrator.scheduler.slurm.records import (
     SACCT_FIELDS,
     SQUEUE_FORMAT,
     TASK,
@@ -40,17 +40,128 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     escape_output,
     escape_task_output,
     match,
+    parse_config,
+    parse_records,
     parse_sacct,
     parse_squeue,
+    parse_time,
+    parse_version,
 )
-from hpml_orchestrator.scheduler.slurm.records import parse_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
+
+# Run Slurm's commands: their environment, their timeouts, what a failure means.
+
+_SLURM_CONF = "/etc/slurm/slurm.conf"
+_LOOPBACK = re.compile(
+    r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_VERSION_TIMEOUT_SECONDS = 15.0
+READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
+SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
+
+_ACCOUNTING_HINT = "accounting (slurmdbd) does not answer; try again in a moment"
+_SILENT_HINTS = {"sacct": _ACCOUNTING_HINT, "sacctmgr": _ACCOUNTING_HINT}
+_READ_HINT = "the controller may be busy or restarting: try again in a minute"
+# These variables change what a command shows: a site's SQUEUE_PARTITION must not hide a job.
+_FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SDIAG_")
+# SLURM_CLUSTERS would send queries to a cluster other than the one that sbatch submits to.
+_FOREIGN = frozenset({"SLURM_CLUSTERS", "SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
+
+
+def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a command that reads: times as seconds, lists uncut, in English.
+
+    Args:
+        env: what to start from; the process's own when none is given.
+    """
+    base = os.environ if env is None else env
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN
+    }
+    # SLURM_TIME_FORMAT gives epoch seconds, which no time zone or daylight saving makes ambiguous.
+    # SLURM_BITSTR_LEN=0 keeps squeue from cutting an array's task list at 64 characters.
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+
+
+def is_one_machine(environment: Mapping[str, str]) -> bool:
+    """Return whether the cluster is this machine alone: its controller listens on loopback."""
+    try:
+        path = Path(environment.get("SLURM_CONF", _SLURM_CONF))
+        return _LOOPBACK.search(path.read_text("utf-8", errors="replace")) is not None
+    except OSError:
+        return False
+
+
+def ask(
+    run: Runner,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = READ_TIMEOUT_SECONDS,
+) -> Completed:
+    """Run a command of Slurm's once; see `reading_environment` for `env`.
+
+    Raises:
+        CommandMissing: the command does not exist.
+        SchedulerUnavailable: it did not answer in time; names the silent service.
+    """
+    try:
+        return run.run(argv, env=reading_environment(env), timeout=timeout)
+    except CommandMissing:
+        raise
+    except SchedulerUnavailable as error:
+        hint = error.hint or _SILENT_HINTS.get(argv[0], SILENT_HINT)
+        raise SchedulerUnavailable(error.message, hint=hint) from error
+
+
+def name_nodes(statuses: dict[str, JobStatus], run: Runner) -> None:
+    """Add the cluster's nodes that are down or drained, and why, to the jobs that wait for them."""
+    waiting = [key for key, one in statuses.items() if one.reason.startswith(NODES_DOWN)]
+    if not waiting:
+        return
+    argv = ["sinfo", "--all", "--noheader", "--list-reasons", "--format=%N (%E)"]
+    with contextlib.suppress(SchedulerUnavailable):
+        if nodes := first_few(ask(run, argv).stdout.splitlines(), none=""):
+            for key in waiting:
+                reason = f"{statuses[key].reason}; out of service: {nodes}"
+                statuses[key] = replace(statuses[key], reason=reason)
+
+
+def slurm_error(command: str, done: Completed) -> SchedulerUnavailable:
+    """Return the error for a command that ended without a usable answer."""
+    if not_configured(done.stderr):
+        return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
+    message = clean(done.stderr) or f"ended with status {done.returncode}"
+    if transport_fault(done.stderr):
+        hint = _SILENT_HINTS.get(command, SILENT_HINT)
+    else:
+        hint = hint_for(done.stderr) or _READ_HINT
+    return SchedulerUnavailable(f"{command}: {message}", hint=hint)
+
+
+def slurm_version(run: Runner) -> tuple[int, ...]:
+    """Return the version that sbatch prints, such as `(22, 5, 8)`.
+
+    Raises:
+        CommandMissing: sbatch does not exist.
+        SchedulerUnavailable: it prints no version.
+    """
+    done = ask(run, ["sbatch", "--version"], timeout=_VERSION_TIMEOUT_SECONDS)
+    if done.returncode != 0:
+        raise slurm_error("sbatch", done)
+    version = parse_version(done.stdout)
+    if not version:
+        raise SchedulerUnavailable(f"sbatch printed no version: {done.stdout.strip()[:60] or '?'}")
+    return version
+
 
 QUICK_SECONDS = 3.0  # only faster failures are retried: a timeout is likely to repeat itself
 SUBMIT_TIMEOUT_SECONDS = 300.0
@@ -497,3 +608,53 @@ def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
         length += len(job_id) + 1
     if chunk:
         yield chunk
+
+
+# Ask Slurm when it would start a job: `sbatch --test-only`, which submits nothing.
+#
+# It regards the queue, reservations, plugins and limits on submissions, but not `--hold`,
+# `--dependency` and limits on running jobs.
+
+NOW = "can start now"
+_START = re.compile(r"^sbatch: Job \d+ to start at (\S+)", re.MULTILINE)
+# Said while nodes are down or drained: sbatch itself takes such a job, which then waits.
+_TAKEN = re.compile(r"not available|busy|unavailable", re.IGNORECASE)
+_NOW_SECONDS = 60.0  # by which the controller's clock may differ from this machine's
+
+
+def start_of(script: str, run: Runner, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return when Slurm would start a script's job, in words, and sbatch's messages if it refuses.
+
+    Both are empty if Slurm does not say. Each call uses up one or two job ids.
+
+    Raises:
+        SchedulerUnavailable: a command does not exist or gave no answer in time.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="hpml-check-", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
+
+        def test(*options: str) -> tuple[float | None, str]:
+            done = ask(run, ["sbatch", "--test-only", *options, file.name], env=env)
+            answer = _START.search(done.stderr)
+            unclear = transport_fault(done.stderr) or _TAKEN.search(done.stderr)
+            refused = done.returncode > 0 and not unclear
+            return parse_time(answer[1]) if answer else None, done.stderr * refused
+
+        start, refusal = test()
+        now = time.time()
+        if start is None:
+            return "", refusal
+        if start <= now + _NOW_SECONDS:
+            return NOW, ""
+        done = ask(run, ["scontrol", "--all", "show", "reservation"], env=env)
+        for record in parse_records(done.stdout):
+            begin, end = parse_time(record["StartTime"]), parse_time(record["EndTime"])
+            if begin is None or end is None or abs(start - end) > _NOW_SECONDS:
+                continue
+            text = f"waits for the end of {record['ReservationName']}, {clock_text(end)}"
+            minutes = int(begin - now) // 60
+            if minutes > 0 and (test(f"--time={minutes}")[0] or start) <= now + _NOW_SECONDS:
+                text += f"; with at most {format_time(minutes * 60)} it can start now"
+            return text, ""
+        return f"expected start {clock_text(start)}", ""

@@ -17,7 +17,7 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
+from hpml_orchestrator.scheduler.slurm.client import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.messages import denied
 from hpml_orchestrator.scheduler.slurm.records import (
     ASSOCIATION_FIELDS,

@@ -13,7 +13,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
-from hpml_orchestrator.scheduler.local.resources import LocalMachine
+from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from hpml_orchestrator.site.model import ResolvedSite, Site
 from hpml_orchestrator.testing.runner import FakeRunner
 

@@ -16,7 +16,7 @@ from hpml_orchestrator.check.paths import (
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.job import Environment, Job
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import is_one_machine
+from hpml_orchestrator.scheduler.slurm.client import is_one_machine
 from hpml_orchestrator.testing.runner import FakeRunner
 
 PATH = {"PATH": "/usr/bin:/bin"}

@@ -23,7 +23,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Partition,
     Qos,
 )
-from hpml_orchestrator.scheduler.local.resources import LocalMachine
+from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from hpml_orchestrator.site.model import Site
 
 HOUR = 3600

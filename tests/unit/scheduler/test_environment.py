@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hpml_orchestrator.scheduler.environment import job_environment
+from hpml_orchestrator.scheduler.command import job_environment
 
 
 @pytest.mark.parametrize(

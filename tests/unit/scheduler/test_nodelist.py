@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.nodelist import MAX_NODES, expand, fold
+from hpml_orchestrator.scheduler.model import MAX_NODES, expand, fold
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.scheduler.model import Scheduler, SubmitRequest
-from hpml_orchestrator.scheduler.recovery import Absent, Found, Outcome, Undecided, recover
+from hpml_orchestrator.scheduler.slurm.messages import Absent, Found, Outcome, Undecided, recover
 from hpml_orchestrator.testing.clock import FakeClock
 from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault, Killed
 

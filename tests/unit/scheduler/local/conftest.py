@@ -15,8 +15,7 @@ import pytest
 from hpml_orchestrator.records.job import Job, NodeJob
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
-from hpml_orchestrator.scheduler.local.processes import Identity, marked
-from hpml_orchestrator.scheduler.local.resources import LocalMachine
+from hpml_orchestrator.scheduler.local.processes import Identity, LocalMachine, marked
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from tests.patience import PATIENCE_SECONDS, eventually
 

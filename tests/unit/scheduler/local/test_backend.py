@@ -24,11 +24,11 @@ from hpml_orchestrator.records.process import read_stat, this_owner
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
+    gpu_ids,
     is_alive,
     marked,
     send,
 )
-from hpml_orchestrator.scheduler.local.resources import gpu_ids
 from hpml_orchestrator.scheduler.model import Dependency, JobState, Scheduler, SubmitRequest
 from tests.patience import PATIENCE_SECONDS, eventually
 
@@ -250,9 +250,9 @@ def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
         f"import os, sys; sys.path.insert(0, {ROOT!r}); from pathlib import Path\n"
         "from hpml_orchestrator.scheduler.local.backend import LocalScheduler\n"
         "from hpml_orchestrator.scheduler.model import SubmitRequest\n"
-        "from hpml_orchestrator.scheduler.environment import job_environment\n"
+        "from hpml_orchestrator.scheduler.command import job_environment\n"
         f"p, d = Path({str(bench.path)!r}), Path({str(inner.directory)!r})\n"
-        "from hpml_orchestrator.scheduler.local.resources import LocalMachine\n"
+        "from hpml_orchestrator.scheduler.local.processes import LocalMachine\n"
         "m = LocalMachine((0, 1), (), 0)\n"
         "s = LocalScheduler(p / 'home', machine=m)\n"
         "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', job_environment(os.environ, 'all')))\n"

@@ -19,7 +19,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Qos,
 )
 from hpml_orchestrator.scheduler.command import CommandMissing, Completed
-from hpml_orchestrator.scheduler.slurm.ask import slurm_version
+from hpml_orchestrator.scheduler.slurm.client import slurm_version
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.scheduler.slurm.records import limits_from, parse_config
 from hpml_orchestrator.testing.runner import FakeRunner

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.records.ids import parse_answer
 from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState, parse_state
-from hpml_orchestrator.scheduler.slurm.parse import (
+from hpml_orchestrator.scheduler.slurm.records import (
     escape_output,
     match,
     parse_exit,

@@ -8,7 +8,7 @@ import pytest
 
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.scheduler.slurm.start import start_of
+from hpml_orchestrator.scheduler.slurm.client import start_of
 from hpml_orchestrator.testing.runner import FakeRunner
 
 NOW = 1_800_000_000
