@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.jobfile.schema import job_schema, sweep_schema
-from hpml_orchestrator.site.schema import site_schema
+from hpml_orchestrator.site.model import site_schema
 
 PAGES = {
     "job-file-reference.md": (

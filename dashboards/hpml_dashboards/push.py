@@ -25,7 +25,7 @@ from ruamel.yaml import YAML
 from hpml_dashboards import JSON
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.jobfile.address import read_secret, split_login, web_address
+from hpml_orchestrator.jobfile.text import read_secret, split_login, web_address
 
 Json = dict[str, Any]
 _T = TypeVar("_T")

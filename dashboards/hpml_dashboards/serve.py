@@ -26,7 +26,7 @@ from typing import Any
 
 from hpml_dashboards import JSON
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.address import LOCAL_NAMES, opener_for, split_login
+from hpml_orchestrator.jobfile.text import LOCAL_NAMES, opener_for, split_login
 
 DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"

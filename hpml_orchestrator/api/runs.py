@@ -16,7 +16,7 @@ from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.check.submission import submit_checked
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
-from hpml_orchestrator.jobfile.ages import parse_since
+from hpml_orchestrator.jobfile.text import parse_since
 from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission

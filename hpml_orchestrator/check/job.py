@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from site import ENABLE_USER_SITE, getusersitepackages
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.check.binding import (
-    NodeShape,
-    check_binding,
-    shape_of_kind,
-    shape_of_node,
-)
-from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
-from hpml_orchestrator.check.intent import check_intent
-from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
 from hpml_orchestrator.check.memory import check_memory
-from hpml_orchestrator.check.monitor import check_monitor
-from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
     check_collect,
     check_program,
     check_records,
     check_shared,
     check_software,
+    unwritable,
 )
-from hpml_orchestrator.check.request import cpus_field, memory_field
-from hpml_orchestrator.check.rules import ClusterAnswer, check
-from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
+from hpml_orchestrator.check.request import (
+    CheckFinding,
+    NodeShape,
+    check_binding,
+    cpus_field,
+    error,
+    errors_first,
+    memory_field,
+    shape_of_kind,
+    shape_of_node,
+    warning,
+)
+from hpml_orchestrator.check.rules import ClusterAnswer, check, check_room
+from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, extra_hint
+from hpml_orchestrator.records.job import Checkpoint
+from hpml_orchestrator.records.mounts import private_directory
+from hpml_orchestrator.records.run import lead_seconds
 from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.records.targets import is_loopback
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.records.units import size_text
+from hpml_orchestrator.records.units import MIB, format_time, size_text
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
@@ -49,7 +63,8 @@ from hpml_orchestrator.scheduler.local.processes import (
 from hpml_orchestrator.scheduler.slurm.client import NOW, is_one_machine, start_of
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.scheduler.slurm.messages import clean, hint_for
-from hpml_orchestrator.script.directives import (
+from hpml_orchestrator.script.render import (
+    can_requeue,
     effective_job,
     whole_nodes,
     without_time,
@@ -57,10 +72,372 @@ from hpml_orchestrator.script.directives import (
 from hpml_orchestrator.site.profile import node_paths
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.job import Job
-    from hpml_orchestrator.scheduler.cluster import Cluster
+    from hpml_orchestrator.records.job import Job, Monitor
+    from hpml_orchestrator.scheduler.cluster import Cluster, Partition
     from hpml_orchestrator.site.model import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
+
+# Warn of requests that are valid and rarely meant, by the job file and the program's own text.
+
+_MOST_FILES, _MOST_BYTES = 30, 2**18
+_LITTLE_MIB = 256  # PyTorch alone takes more
+_TRAINS = re.compile(
+    r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm|numpy|pandas)\b",
+    re.MULTILINE,
+)
+_DISTRIBUTED = re.compile(
+    r"distributed|DataParallel|accelerat|lightning|deepspeed|horovod|mpi4py|composer|fairscale"
+    r"|megatron|nemo|Trainer|Fabric|Strategy|RANK|PROCID|LOCALID|hpml_ch|submitit",
+    re.IGNORECASE,
+)
+_IMPORT = re.compile(r"^\s*(?:from\s+\.*([\w.]*)\s+)?import\s+([\w*(][\w., \t]*)", re.MULTILINE)
+_INDEX = re.compile(r"\{array\.index\}|\{point\.|ARRAY_TASK_ID|HPML_POINT")
+_CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel|eckpoint)\b")
+
+
+def check_intent(job: Job) -> Iterator[CheckFinding]:
+    """Yield warnings about a job that would run, but hardly as its user means it."""
+    resources, memory = job.resources, job.resources.memory
+    if memory and memory <= _LITTLE_MIB and (job.script or job.module):
+        message = f"is {size_text(memory)}iB per node: a number without a unit is MiB"
+        hint = f"write {memory}G for GiB"
+        yield warning("memory.little", "resources.memory", memory, message, None, hint)
+    files = _program_files(job)
+    if not files:
+        return
+    program, fields = os.path.basename(next(iter(files))), job.environment
+    own = job.checkpoint
+    named = [*job.args, *(job.command or ()), *fields.variables.values(), fields.setup or ""]
+    named.append(own.directory)
+    text = "\n".join([*named, *files.values()])
+    neither = f"neither the job file nor {program} names"
+    total = resources.nodes * resources.ranks
+    is_known = _TRAINS.search(text) or _imported(files) <= sys.stdlib_module_names
+    if total > 1 and program.endswith(".py") and is_known and not _DISTRIBUTED.search(text):
+        place = "ranks_per_node" if resources.ranks_per_node else "gpus"
+        place = place if resources.ranks > 1 else "nodes"
+        message = f"{total} ranks would do the same and write the same files: {program} has no "
+        message += "distributed code"
+        hint = "give one rank, or use torch.distributed; an `array` runs it with several settings"
+        value = resources.written(place)
+        yield warning("ranks.alone", f"resources.{place}", value, message, 1, hint)
+    if job.array and len(job.array.indices) > 1 and not _INDEX.search(text):
+        message = f"all tasks would do the same: {neither} the task's index"
+        hint = "pass {array.index}, for example as --seed={array.index}"
+        yield warning("array.unused", "array", str(job.array), message, None, hint)
+    # An absolute directory was chosen for the program: it may be in a configuration file.
+    is_named = own.is_shared or f"{{run.dir}}/{own.directory}" in text or _CHECKPOINT.search(text)
+    if own.enabled and not is_named:
+        message = f"{neither} the directory of checkpoints: the next attempt would begin anew"
+        hint = "pass {checkpoint.dir}, or set `checkpoint.directory` to where the program saves"
+        yield warning("checkpoint.unused", "checkpoint", True, message, None, hint)
+
+
+def _imported(files: Mapping[str, str]) -> set[str]:
+    """Return the packages from elsewhere that a program imports: what they do is not known."""
+    names = {dotted.partition(".")[0] for text in files.values() for dotted in _imports(text)}
+    return names - {part for path in files for part in path.removesuffix(".py").split("/")}
+
+
+def _program_files(job: Job) -> dict[str, str]:
+    """Return the texts of a job's program, which comes first, and of what it imports, by path."""
+    module = (job.module or ".").replace(".", "/")
+    words = [word for word in job.command or () if word.endswith((".py", ".sh"))]
+    names = [job.script or "", f"{module}.py", f"{module}/__main__.py", *words]
+    paths = [os.path.join(job.workdir, name) for name in names]
+    found: dict[str, str] = {}
+    for path in paths:  # grows
+        if path in found or len(found) == _MOST_FILES or not os.path.isfile(path):
+            continue
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
+            found[path] = stream.read(_MOST_BYTES)
+        for dotted in _imports(found.get(path, "")):
+            inner = dotted.replace(".", "/")
+            for top in (os.path.dirname(path), job.workdir):
+                paths += [f"{top}/{inner}.py", f"{top}/{inner}/__init__.py"]
+    return found
+
+
+def _imports(text: str) -> Iterator[str]:
+    """Yield the dotted names of modules that a program may import."""
+    for package, names in _IMPORT.findall(text):
+        for name in names.split(","):
+            module = name.split()[0] if name.strip() else ""
+            yield from filter(None, (package, f"{package}.{module}".strip(".")))
+
+
+# Whether a job's monitor will start, can be scraped by Prometheus, and is closed to others.
+
+_OPEN = "everybody who can reach the nodes"
+_READ_SECONDS = 10.0
+
+
+def check_monitor(
+    job: Job, *, on_nodes: bool, installed: Callable[[str], bool] | None = None
+) -> list[CheckFinding]:
+    """Return warnings about a job's monitor; the job runs in any case.
+
+    Args:
+        job: a complete job.
+        on_nodes: whether the job runs on other machines than this one.
+        installed: whether the interpreter that runs hpml has a module; looked up when left out.
+    """
+    if not job.monitor.enabled:
+        return []
+    return [*_software(job, installed or _installed), *_listening(job.monitor, on_nodes)]
+
+
+def _installed(name: str) -> bool:
+    """Return whether an isolated interpreter, as the exporter's, has a module: without `--user`."""
+    spec = find_spec(name)
+    path = (spec.origin if spec else None) or ""
+    return bool(path) and not (ENABLE_USER_SITE and path.startswith(getusersitepackages()))
+
+
+def _warning(code: str, field: str, value: object, message: str, hint: str) -> CheckFinding:
+    return warning(f"monitor.{code}", f"monitor.{field}", value, message, None, hint)
+
+
+def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[CheckFinding]:
+    if not installed("hpml_exporters"):
+        message = "hpml_exporters is not installed with hpml: the job will not be monitored"
+        yield _warning("missing", "enabled", True, message, extra_hint("export"))
+    elif job.resources.gpu_count:
+        missing = [name for name in ("nvitop", "pynvml") if not installed(name)]
+        if missing:
+            message = f"{' and '.join(missing)} not installed: GPUs will not be monitored"
+            yield _warning("no_gpus", "enabled", True, message, extra_hint("export"))
+
+
+def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[CheckFinding]:
+    alone = is_loopback(monitor.listen.rpartition(":")[0].strip("[]"))
+    if alone and on_nodes:
+        message = "is reachable from the node itself only: Prometheus elsewhere cannot scrape it"
+        hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"
+        yield _warning("alone", "listen", monitor.listen, message, hint)
+    if monitor.web_config is not None:
+        yield from _web_config(monitor.web_config, alone=alone)
+    elif not alone:
+        message = f"{_OPEN} can read the job's metrics"
+        hint = "name a `web_config` with TLS and users, or a loopback address"
+        yield _warning("open", "listen", monitor.listen, message, hint)
+
+
+def _web_config(path: str, *, alone: bool) -> Iterator[CheckFinding]:
+    """Yield the exporter's error about the file; nothing if it cannot be started."""
+    if not os.access(path, os.R_OK):
+        message = "is not readable by you: the job will not be monitored"
+        yield _warning("web_config", "web_config", path, message, "create it, or name another")
+        return
+    answer = _read(path)
+    if "error" in answer:
+        message = f"{answer['error']}: the job will not be monitored"
+        hint = answer.get("hint") or "`hpml export node --web-config FILE` reads the same format"
+        yield _warning("web_config", "web_config", path, message, hint)
+    elif alone or not answer:
+        return
+    elif not answer["locked"]:
+        message = f"requires neither users nor verified client certificates: {_OPEN} can read all"
+        hint = "`basic_auth_users`, or `client_auth_type: RequireAndVerifyClientCert` with TLS"
+        yield _warning("open", "web_config", path, message, hint)
+    elif not answer["tls"]:
+        message = "has no TLS: passwords and metrics cross the network unencrypted"
+        hint = "`tls_server_config` with `cert_file` and `key_file`, which the nodes can read"
+        yield _warning("unencrypted", "web_config", path, message, hint)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return what the exporter's reader makes of a file; empty if it cannot be started.
+
+    It runs as a separate process, isolated as the job's exporter will be, because no room imports
+    the exporters.
+    """
+    argv = [sys.executable, "-I", "-m", "hpml_exporters.web.config", path]
+    try:
+        process = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_READ_SECONDS, check=False
+        )
+        answer = json.loads(process.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+# Compare `checkpoint` with the time limit, the directory that it names, and the cluster.
+
+_SHORT = 30  # seconds in which few trainings have saved
+_LIFECYCLE_LITTLE_MIB = 1024
+_LISTED = 1000
+_DEFAULTS = Checkpoint()
+
+
+def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
+    """Yield findings about `checkpoint` that conflict with the rest of the job.
+
+    Args:
+        job: the job as Slurm will see it.
+        site: the site profile, if there is one.
+    """
+    own = job.checkpoint
+    if not own.enabled:
+        return
+    if not (site and without_time(site.directives)):
+        yield from _times(own, job.resources.time)
+    if own.requeue and own.attempts == 1:
+        message = "a run of one attempt never continues after the ends that `requeue` names"
+        hint = "give more attempts, or `requeue: []`"
+        yield warning("checkpoint.attempts", "checkpoint.attempts", 1, message, None, hint)
+    # Only Slurm can act once the first node, with the batch script, is gone.
+    if "node_failure" in own.requeue and not can_requeue(site):
+        message = "this site requeues no jobs, and a job whose first node fails cannot submit its "
+        message += "continuation"
+        hint = "if that happens, `hpml requeue RUN` continues the run"
+        place = "checkpoint.requeue"
+        yield warning("checkpoint.node_failure", place, "node_failure", message, None, hint)
+    for option in job.resources.extra:
+        if own.avoid_failed_nodes and option.startswith("--nodelist="):
+            message = f"if a node of {option} fails, the next attempt must not use it and never "
+            message += "starts"
+            hint = "leave --nodelist out, or set `avoid_failed_nodes: false`"
+            place = "checkpoint.avoid_failed_nodes"
+            yield warning("checkpoint.nodelist", place, True, message, None, hint)
+
+
+def _times(own: Checkpoint, limit: int) -> Iterator[CheckFinding]:
+    """Yield which times do not fit the time limit, in seconds."""
+    shown, lead, given = format_time(limit), own.lead, own.written("lead")
+    if lead is not None and lead >= limit:
+        message = f"must be below the time limit of {shown}: ranks would be asked to stop when "
+        message += "they start"
+        hint = "a bare number is minutes; write `90s` for seconds"
+        yield error("checkpoint.lead", "checkpoint.lead", given, message, shown, hint)
+    seconds = int(lead_seconds(lead, limit))
+    if seconds < _SHORT:
+        message = f"ranks have {seconds} s to save before the time limit of {shown}"
+        hint = "give a longer `resources.time`" if lead is None else "give a longer `lead`"
+        yield warning("checkpoint.short", "checkpoint.lead", given, message, _SHORT, hint)
+    if own.hang >= limit and own.hang != _DEFAULTS.hang:
+        message = f"an attempt ends after {shown}, before it can count as hung"
+        hint = "give a shorter time, or `off`"
+        given = own.written("hang")
+        yield warning("checkpoint.hang", "checkpoint.hang", given, message, shown, hint)
+
+
+def check_directory(
+    job: Job, records: Path, site: Site | None, *, on_nodes: bool
+) -> Iterator[CheckFinding]:
+    """Yield why checkpoints cannot be saved in their directory, as seen from this machine.
+
+    With `on_nodes` the job runs on other machines than this one.
+    """
+    own, place = job.checkpoint, "checkpoint.directory"
+    if not own.enabled:
+        return
+    if not own.is_shared:  # `check_records` looks at the rest
+        yield from _space(records, own.directory)
+        return
+    fixed = own.directory.partition("{")[0]
+    path = Path(fixed if fixed == own.directory else os.path.dirname(fixed))
+    reason = _node_local(path, job, site)
+    if on_nodes and reason:
+        message = f"is local to each node ({reason}): the next attempt may run on another node"
+        hint = "give a directory on the shared file system, or a relative path"
+        yield error("checkpoint.local", place, own.directory, message, None, hint)
+        return
+    if path.is_relative_to("/dev/shm"):  # noqa: S108
+        message = "is in memory: checkpoints are lost when this machine restarts"
+        yield warning("checkpoint.memory", place, own.directory, message)
+    closed = unwritable(path)
+    if closed:
+        what = "is not writable by you" if os.path.isdir(closed) else "is not a directory"
+        yield error("checkpoint.unwritable", place, own.directory, f"{closed} {what}")
+        return
+    yield from _space(path, own.directory)
+    # `hpml resubmit` names the directory of the run that it continues
+    if fixed != own.directory or path.is_relative_to(records / "runs"):
+        return
+    if names := _newest(path):
+        message = f"holds {first_few(names)} already: the run may continue from what another saved"
+        hint = "give an empty directory, or a relative path, if that is not intended"
+        yield warning("checkpoint.used", place, own.directory, message, None, hint)
+
+
+def _node_local(path: Path, job: Job, site: Site | None) -> str:
+    partition = job.resources.partition
+    staged = [site.path("scratch", partition), site.path("ram", partition)] if site else []
+    for top in staged:
+        if top and top.startswith("/") and path.is_relative_to(top):
+            return top
+    return private_directory(str(path))
+
+
+def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return
+    if not state.f_blocks:  # some network file systems do not say
+        return
+    free_mib = state.f_bavail * state.f_frsize // MIB
+    no_inodes = bool(state.f_files) and not state.f_favail
+    if free_mib == 0 or no_inodes:
+        what = "inodes" if no_inodes else "space"
+        message = f"the file system of {path} has no {what} left"
+        yield error("checkpoint.full", "checkpoint.directory", shown, message, 0)
+    elif free_mib < _LIFECYCLE_LITTLE_MIB:
+        left = size_text(free_mib)
+        message = f"the file system of {path} has {left} left"
+        hint = "remove what is not needed, or give another directory"
+        yield warning("checkpoint.space", "checkpoint.directory", shown, message, left, hint)
+
+
+def _newest(path: Path) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            found = [
+                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                for entry in itertools.islice(entries, _LISTED)
+            ]
+    except OSError:
+        return []
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
+    """Return what a run with `checkpoint` can expect of a cluster, a line each."""
+    own = job.checkpoint
+    if not own.enabled:
+        return []
+    notes = []
+    if own.requeue and not can_requeue(site):
+        notes.append(
+            "checkpoint.requeue: the site profile excludes requeueing: the run continues as a new "
+            "job, which the old one submits from its node"
+        )
+    names = (job.resources.partition or "").split(",")
+    default = cluster.default_partition
+    chosen = [found for name in names if name and (found := cluster.partition(name))]
+    chosen = chosen or ([default] if default else [])
+    if cluster.limits.preemption and "preemption" in own.requeue:
+        notes += [note for partition in chosen if (note := _preemption(partition, cluster))]
+    return notes
+
+
+def _preemption(partition: Partition, cluster: Cluster) -> str:
+    """Return what happens to preempted jobs of a partition; empty if none are preempted."""
+    modes = set(re.split(r"\W+", partition.preemption or cluster.limits.preemption))
+    tiers = {other.priority_tier for other in cluster.partitions}
+    if len(tiers) > 1 and partition.priority_tier == max(tiers):
+        return ""  # its jobs preempt those of other partitions
+    start = f"checkpoint.requeue: a preempted job of partition {partition.name}"
+    if not modes & {"REQUEUE", "CANCEL"}:
+        return f"{start} is suspended and continues by itself" if "SUSPEND" in modes else ""
+    if not partition.grace_seconds:
+        return f"{start} has only Slurm's KillWait to save (30 s by default; GraceTime is 0)"
+    return f"{start} has {format_time(partition.grace_seconds)} to save (GraceTime)"
+
 
 CLUSTER_SECONDS = 8.0
 """How long to wait for the controller."""
@@ -263,13 +640,13 @@ def _stages(
     """Check `stage`; for a job of this machine, whose environment is given, also the targets."""
     if not job.stage:
         return [], {}
-    from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
+    from hpml_orchestrator.check.paths import check_stages, check_targets  # noqa: PLC0415 - loads all of staging
 
-    findings, sizes = stages.check_stages(job, seconds=seconds)
+    findings, sizes = check_stages(job, seconds=seconds)
     if here is not None:
         paths = node_paths(Path(job.workdir), here, chosen="none")  # no profile describes it
         bases = {"shm": paths.ram, "local": paths.scratch}
-        findings += stages.check_targets(job, sizes, bases)
+        findings += check_targets(job, sizes, bases)
     return findings, sizes
 
 

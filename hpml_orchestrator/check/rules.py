@@ -7,22 +7,427 @@ repeats. An error means that Slurm refuses the job, or accepts it and never star
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check import accounting
-from hpml_orchestrator.check.accounting import AccountSelection, select_account
-from hpml_orchestrator.check.finding import CheckFinding, error, errors_first, warning
-from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
-from hpml_orchestrator.check.request import JobRequest, Placement, job_request, memory_field
+from hpml_orchestrator.check.request import (
+    CheckFinding,
+    JobRequest,
+    Level,
+    Placement,
+    cpus_field,
+    error,
+    errors_first,
+    job_request,
+    memory_field,
+    warning,
+)
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import format_time, size_text
+from hpml_orchestrator.scheduler.cluster import Association, Cluster, Node, Qos
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job
-    from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
+    from hpml_orchestrator.scheduler.cluster import Partition
+    from hpml_orchestrator.site.model import Site
+
+# Limits of accounting: accounts, QOS, and what they allow.
+
+_FIELDS = {
+    "cpu": ("cpus_per_rank", "CPUs"),
+    "mem": ("memory", "of memory"),
+    "node": ("nodes", "nodes"),
+    "gres/gpu": ("gpus", "GPUs"),
+    "job": ("qos", "running jobs"),
+}
+_PER_NODE = ("cpu", "mem", "gres/gpu")
+_NOT_ABOUT_ACCOUNTS = {"nojobs", "nosteps", "wckeys"}
+
+
+@dataclass(frozen=True)
+class AccountSelection:
+    """Account and QOS of a job.
+
+    Attributes:
+        account: that it is charged to; empty if unknown.
+        association: of the user and that account.
+        qos_name: of the job; empty if it has none.
+        qos: that QOS.
+        findings: what is wrong with the choice.
+    """
+
+    account: str = ""
+    association: Association | None = None
+    qos_name: str = ""
+    qos: Qos | None = None
+    findings: tuple[CheckFinding, ...] = ()
+
+
+def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
+    """Return account and QOS of a job, and what is wrong with them."""
+    findings: list[CheckFinding] = []
+    resources = request.job.resources
+    if cluster.associations is None:  # no slurmdbd, or it did not answer
+        return AccountSelection(resources.account or "", None, resources.qos or "")
+    association = _association(request, cluster)
+    if association is None:
+        findings += _account(request, cluster, cluster.associations)
+    if resources.qos:
+        findings += _qos(resources.qos, cluster, association)
+    name = resources.qos or _default_qos(association, cluster)
+    account = resources.account or (association.account if association else "")
+    return AccountSelection(account, association, name, _qos_named(cluster, name), (*findings,))
+
+
+def accounting_limits(
+    placement: Placement, selection: AccountSelection, tres: Mapping[str, int]
+) -> Iterator[CheckFinding]:
+    """Yield the limits of the partition's QOS, the job's QOS and the association that it exceeds.
+
+    For each kind of limit only the first one that is set applies, in Slurm's order. `tres` is what
+    the whole job is charged with.
+    """
+    request = placement.request
+    owners = list(_limit_owners(placement, selection))
+    # Slurm takes the first owner that sets a limit and ignores the others, even stricter ones.
+    # Reporting every limit would refuse jobs that run.
+    timed = [(name, owner, owner.max_seconds) for name, owner in owners if owner.max_seconds]
+    for name, owner, seconds in timed[:1]:
+        if request.minutes * 60 > seconds:
+            most = format_time(seconds)
+            message = f"{name} allows at most {most} per job{_enforcement_note(owner)}"
+            yield request.fault(_code("time", owner), "time", message, most)
+    per_node = {name: tres[name] // request.nodes for name in _PER_NODE}
+    minutes = {kind: amount * request.minutes for kind, amount in tres.items()}
+    for attribute, scope, amounts in (
+        ("max_tres_per_job", "per job", tres),
+        ("max_tres_minutes_per_job", "x minutes per job", minutes),
+        ("max_tres_per_node", "per node", per_node),
+        ("max_tres_per_user", "for all jobs of a user", tres),
+        ("group_tres", "for all its jobs together", tres),
+        ("min_tres_per_job", "per job", tres),
+    ):
+        at_least = attribute.startswith("min")
+        for resource, (name, owner, limit) in _first_limits(owners, attribute).items():
+            wanted = amounts.get(resource, 0)
+            if wanted >= limit if at_least else wanted <= limit:
+                continue
+            bound = "requires at least" if at_least else "allows at most"
+            message = f"{name} {bound} {_amount(resource, limit)} {scope}; "
+            message += f"this job asks for {_amount(resource, wanted)}"
+            message += " x minutes" * (amounts is minutes)
+            message += _enforcement_note(owner) * (not at_least)
+            code = _code(resource.removeprefix("gres/"), owner)
+            field, _ = _FIELDS[resource.partition(":")[0]]
+            job = request.job
+            field = {"cpu": cpus_field(job), "mem": memory_field(job)}.get(resource, field)
+            if amounts is minutes:
+                code, field = _code("minutes", owner), "time"
+            elif resource == "job" and not isinstance(owner, Qos):
+                field = "account"
+            shown = size_text(limit) if resource == "mem" else str(limit)
+            yield request.fault(code, field, message, shown)
+
+
+def shared_limits(placement: Placement, selection: AccountSelection) -> Iterator[str]:
+    """Yield whose limits running jobs fill, so that the job may wait for their end."""
+    for name, owner in _limit_owners(placement, selection):
+        if owner.max_tres_per_user or owner.group_tres:
+            yield name
+
+
+def _first_limits(
+    owners: list[tuple[str, Qos | Association]], attribute: str
+) -> dict[str, tuple[str, Qos | Association, int]]:
+    """Return for each resource the owner whose limit counts, its name, and the limit."""
+    first: dict[str, tuple[str, Qos | Association, int]] = {}
+    for name, owner in owners:
+        for resource, limit in getattr(owner, attribute, {}).items():
+            if resource.partition(":")[0] in _FIELDS:  # billing is not known before submission
+                first.setdefault(resource, (name, owner, limit))
+    return first
+
+
+def _amount(resource: str, number: int) -> str:
+    base, _, kind = resource.partition(":")
+    noun = f"GPUs of type {kind}" if kind else _FIELDS[base][1]
+    return f"{size_text(number) if resource == 'mem' else number} {noun}"
+
+
+def _limit_owners(
+    placement: Placement, selection: AccountSelection
+) -> Iterator[tuple[str, Qos | Association]]:
+    # Without enforcement sacctmgr still shows limits, but Slurm ignores them.
+    if not {"limits", "safe"} & placement.cluster.limits.accounting_enforce:
+        return
+    own = _qos_named(placement.cluster, placement.partition.qos)
+    owners: list[tuple[str, Qos | Association]] = []
+    if own is not None:
+        owners.append((f"partition {placement.partition.name} (by its QOS {own.name})", own))
+    if selection.qos is not None:
+        # The partition's QOS comes before the job's, unless the job's QOS has this flag.
+        index = 0 if "OverPartQOS" in selection.qos.flags else len(owners)
+        owners.insert(index, (f"QOS {selection.qos.name}", selection.qos))
+    yield from owners
+    if selection.association is not None:
+        yield f"account {selection.account}", selection.association
+
+
+def _code(limit: str, owner: Qos | Association) -> str:
+    return f"{limit}.{'qos' if isinstance(owner, Qos) else 'account'}"
+
+
+def _enforcement_note(owner: Qos | Association) -> str:
+    refused = isinstance(owner, Qos) and "DenyOnLimit" in owner.flags
+    return "" if refused else "; Slurm would accept the job and never start it"
+
+
+def _association(request: JobRequest, cluster: Cluster) -> Association | None:
+    """Return the association that a job would use: with its account and, best, its partition."""
+    wanted = request.job.resources.account
+    partitions, default = request.partitions, cluster.default_partition
+    if not partitions and default is not None:  # the association may be of that partition alone
+        partitions = (default.name,)
+    fitting = [
+        association
+        for association in cluster.associations or ()
+        if (_same(association.account, wanted) if wanted else association.default)
+        and association.partition in ("", *partitions)
+    ]
+    # An association with a partition is more specific than one for all of them, and Slurm prefers
+    # it.
+    return max(fitting, key=lambda association: bool(association.partition), default=None)
+
+
+def _account(
+    request: JobRequest, cluster: Cluster, mine: tuple[Association, ...]
+) -> Iterator[CheckFinding]:
+    wanted = request.job.resources.account
+    enforced = bool(cluster.limits.accounting_enforce - _NOT_ABOUT_ACCOUNTS)
+    accounts = list(dict.fromkeys(association.account for association in mine))
+    field = "resources.account"
+    level: Level
+    if wanted:
+        elsewhere = any(_same(account, wanted) for account in accounts)
+        reason = "is valid in other partitions only" if elsewhere else "is not one of yours"
+        message = f"account {wanted} {reason}; yours are {first_few(accounts)}"
+        hint = did_you_mean(wanted, accounts)
+        level = "error" if enforced else "warning"
+        yield CheckFinding(level, "account.unknown", field, wanted, message, accounts, hint)
+    elif enforced and "all_partitions" not in cluster.limits.submit_plugins:
+        message = "this cluster requires an account, and you have no "
+        message += "default account" if accounts else "account"
+        hint = f"`account: {accounts[0]}`" if accounts else "ask the site for an account"
+        # Slurm fills it in after the site's plugin, which may have
+        level = "warning" if cluster.may_rewrite_jobs else "error"
+        yield CheckFinding(level, "account.none", field, None, message, accounts, hint)
+
+
+def _default_qos(association: Association | None, cluster: Cluster) -> str:
+    if association is None:
+        return ""
+    if association.default_qos:
+        return association.default_qos
+    if len(association.qos) == 1:
+        return association.qos[0]
+    return "normal" if any(qos.name == "normal" for qos in cluster.qos or ()) else ""
+
+
+def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iterator[CheckFinding]:
+    known = [qos.name for qos in cluster.qos or ()]
+    allowed = list(association.qos) if association else known
+    level: Level = "error" if "qos" in cluster.limits.accounting_enforce else "warning"
+    field = "resources.qos"
+    if cluster.qos is not None and not any(_same(name, wanted) for name in known):
+        message = f"there is no QOS {wanted}; you may use {first_few(allowed)}"
+        hint = did_you_mean(wanted, allowed)
+        yield CheckFinding(level, "qos.unknown", field, wanted, message, allowed, hint)
+    elif association is not None and not any(_same(name, wanted) for name in allowed):
+        message = f"account {association.account} may not use QOS {wanted}; "
+        message += f"it may use {first_few(allowed)}"
+        yield CheckFinding(level, "qos.account", field, wanted, message, allowed)
+
+
+def _qos_named(cluster: Cluster, name: str) -> Qos | None:
+    return next((qos for qos in cluster.qos or () if _same(qos.name, name)), None)
+
+
+def _same(name: str, other: str | None) -> bool:
+    return other is not None and name.lower() == other.lower()
+
+
+# Count the nodes that meet all requests of a job at once.
+
+_FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
+
+
+@dataclass(frozen=True)
+class _Need:
+    """One thing that a node must have.
+
+    Attributes:
+        code: of the finding, up to its dot.
+        field: of the job's `resources`.
+        text: for messages.
+        has: how much of it a node has.
+        least: how much of it a node must have.
+        show: how a message shows an amount.
+    """
+
+    code: str
+    field: str
+    text: str
+    has: Callable[[Node], int]
+    least: int
+    show: Callable[[int], str] = str
+
+    def met(self, node: Node) -> bool:
+        return self.has(node) >= self.least
+
+
+def fit(placement: Placement) -> tuple[list[Node], list[CheckFinding]]:
+    """Return the nodes that meet all requests of a job, and findings about unmet requests.
+
+    The state of a node does not matter; one that is only planned (FUTURE) does not count.
+    """
+    request, partition = placement.request, placement.partition
+    members = placement.cluster.nodes_of(partition)
+    # A node that is down counts: the job may wait for it. One that is FUTURE exists in the
+    # configuration only.
+    nodes = [node for node in members if "FUTURE" not in node.states]
+    needs = list(_needs(placement))
+    fitting = [node for node in nodes if all(need.met(node) for need in needs)]
+    if len(fitting) >= request.nodes:
+        return fitting, []
+    # Name a single need that too few nodes meet. Only if each alone is met often enough is the
+    # combination at fault, and the message must say so.
+    short = [need for need in needs if sum(map(need.met, nodes)) < request.nodes]
+    if short:
+        findings = [_short(placement, need, nodes) for need in short]
+    else:
+        texts = [need.text for need in needs if need.least > 1 or need.code == "features"]
+        message = f"{_only(len(fitting))} of partition {partition.name} with "
+        message += f"{first_few(texts)} at once; "
+        message += f"{request.nodes} needed"
+        findings = [request.fault("nodes.together", "nodes", message, len(fitting))]
+    return fitting, findings
+
+
+def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[CheckFinding]:
+    """Yield requests that no node of the cluster meets: GPUs, their types, features."""
+    if not cluster.nodes:
+        return
+    yield from _unknown_gpus(request, cluster)
+    features = sorted({feature for node in cluster.nodes for feature in node.features})
+    for name in plain_features(request):
+        if name not in features:
+            message = f"no node has the feature {name}; there are {first_few(features)}"
+            hint = did_you_mean(name, features)
+            yield request.fault("features.unknown", "constraint", message, features, hint)
+
+
+def plain_features(request: JobRequest) -> list[str]:
+    """Return the features of `a` or `a&b`; empty with other operators, which only Slurm reads."""
+    constraint = request.job.resources.constraint or ""
+    return re.split("[&,]", constraint) if _FEATURES.fullmatch(constraint) else []
+
+
+def _needs(placement: Placement) -> Iterator[_Need]:
+    request, resources = placement.request, placement.request.job.resources
+    cpus, most_cpus = placement.cpus, placement.partition.max_cpus_per_node
+
+    def cpus_of(node: Node) -> int:
+        if most_cpus is None or most_cpus >= node.cpus:
+            return node.cpus
+        return 0 if placement.whole_nodes else most_cpus  # such a node is never given whole
+
+    if cpus > request.cpus:
+        text = f"{cpus} CPUs per node, because of its memory (MaxMemPerCPU)"
+        yield _Need("cpus", memory_field(request.job), text, cpus_of, cpus)
+    else:
+        ranks = f" ({resources.ranks} ranks of {resources.cpus_per_rank})"
+        text = f"{counted(cpus, 'CPU')} per node{ranks * (resources.ranks > 1)}"
+        yield _Need("cpus", cpus_field(request.job), text, cpus_of, cpus)
+    memory, disk = placement.memory_mib, request.disk_mib
+    if memory:
+        text = placement.memory_text
+        field = memory_field(request.job)
+        yield _Need("memory", field, text, lambda node: node.memory_mib, memory, size_text)
+    if disk:
+        text = f"{size_text(disk)} of local disk for staging"
+        # 0: the site does not say
+        yield _Need("disk", "stage", text, lambda node: node.tmp_disk_mib or disk, disk, size_text)
+    for kind, count in request.gpus:
+        text = f"{counted(count, 'GPU')}{f' of type {kind}' if kind else ''} per node"
+        yield _Need("gpus", "gpus", text, functools.partial(Node.gpus, kind=kind), count)
+    features = frozenset(plain_features(request))
+    if features:
+        text = f"the features {resources.constraint}"
+        yield _Need("features", "constraint", text, lambda node: features <= node.features, 1)
+
+
+def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> CheckFinding:
+    request, partition = placement.request, placement.partition
+    having = sum(map(need.met, nodes))
+    # The n-th largest amount is the most that a job of n nodes can ask for.
+    amounts = sorted(map(need.has, nodes), reverse=True)
+    most = amounts[request.nodes - 1] if len(amounts) >= request.nodes else 0
+    message = f"this job asks for {need.text}; "
+    if having:
+        message += f"{_only(having)} of partition {partition.name} with that"
+        message += f"; {request.nodes} needed"
+    elif most:
+        message += f"nodes of partition {partition.name} have at most {need.show(most)}"
+    elif need.code == "cpus":
+        message += f"partition {partition.name} gives no whole node: "
+        message += f"at most {partition.max_cpus_per_node} CPUs of each"
+    else:
+        message += f"no node of partition {partition.name} has any"
+    if need.code == "features":
+        return request.fault("features.nodes", need.field, message, having)
+    if need.code == "disk":
+        value = size_text(request.disk_mib)
+        return error("disk.most", "stage", value, message, need.show(most))
+    return request.fault(f"{need.code}.most", need.field, message, need.show(most))
+
+
+def _only(count: int) -> str:
+    return f"only {counted(count, 'node')}" if count else "no node"
+
+
+def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[CheckFinding]:
+    types: dict[str, int] = {}
+    for gres in (gres for node in cluster.nodes for gres in node.gres if gres.name == "gpu"):
+        types[gres.kind] = max(types.get(gres.kind, 0), gres.count)
+    if request.gpus and not types:
+        yield request.fault("gpus.none", "gpus", "this cluster has no GPUs that Slurm knows of", 0)
+        return
+    there = [f"{name}:{count}" for name, count in sorted(types.items()) if name]
+    for kind, _ in request.gpus:
+        if kind and kind not in types:
+            noun = "MIG profile" if "g." in kind else "type of GPU"
+            message = f"no node has the {noun} {kind}; nodes have up to "
+            message += first_few(there, none="GPUs without a type")
+            hint = did_you_mean(kind, [name for name in types if name and "g." not in kind])
+            yield request.fault("gpus.type", "gpus", message, sorted(types), hint)
+
+
+def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[CheckFinding]:
+    """Yield a finding if the data, as far as known, exceed the local disks in the site profile."""
+    kinds = site.kinds_of(job.resources.partition) if site else {}
+    disks = {name: kind.local_disk for name, kind in kinds.items() if kind.local_disk}
+    small = sorted(name for name, size in disks.items() if size < disk_mib)
+    if small:
+        level = error if len(small) == len(kinds) else warning
+        need, limit = size_text(disk_mib), size_text(max(disks[name] for name in small))
+        message = f"the job stages {need} to the local disk; nodes of type {first_few(small)} have "
+        message += f"at most {limit}, by the site profile"
+        yield level("stage.local_disk", "stage", need, message, limit)
+
 
 _STAGED_TO = "/tmp"  # noqa: S108 - the default directory of `target: local`
 _IMPLIED = {
@@ -101,7 +506,7 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
     places = [Placement(request, answer.partition, cluster) for answer in usable[:1]]
-    shared = [name for place in places for name in accounting.shared_limits(place, selection)]
+    shared = [name for place in places for name in shared_limits(place, selection)]
     return ClusterAnswer(findings, names, (*shared,), (*not_checked,))
 
 
@@ -162,7 +567,7 @@ def _compare(placement: Placement, selection: AccountSelection) -> _PartitionAns
         placement.partition,
         closed=list(_closed_findings(placement)),
         limits=[*_access_findings(placement, selection), *limits],
-        accounting=list(accounting.accounting_limits(placement, selection, placement.tres(nodes))),
+        accounting=list(accounting_limits(placement, selection, placement.tres(nodes))),
         others=[*_state_findings(placement), *missing],
         nodes=nodes,
     )

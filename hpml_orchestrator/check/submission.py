@@ -7,8 +7,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.check.binding import topologies_of
 from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.check.request import topologies_of
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import printable

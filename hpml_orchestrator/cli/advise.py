@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.check.memory import advise as advise_job
-from hpml_orchestrator.check.memory import extension_notes, gpu_memory, needs_of
-from hpml_orchestrator.check.memory_run import command_of, measure, name_of
+from hpml_orchestrator.check.memory import (
+    command_of,
+    extension_notes,
+    gpu_memory,
+    measure,
+    name_of,
+    needs_of,
+)
 from hpml_orchestrator.cli.common import (
     JobFile,
     JsonOption,
@@ -33,8 +39,7 @@ from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpml_orchestrator.check.memory import Advice
-    from hpml_orchestrator.check.memory_run import Measured
+    from hpml_orchestrator.check.memory import Advice, Measured
     from hpml_orchestrator.records.job import Job
 
 _MOST_SECONDS = 3600

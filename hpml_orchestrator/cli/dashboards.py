@@ -25,7 +25,7 @@ from hpml_exporters.web.address import split
 from hpml_orchestrator.cli.common import PrometheusAuthOption, chosen_site
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError, InputError, extra_hint
-from hpml_orchestrator.jobfile.address import LOCAL_NAMES, read_credentials, web_address
+from hpml_orchestrator.jobfile.text import LOCAL_NAMES, read_credentials, web_address
 from hpml_orchestrator.site.profile import prometheus_of_site
 
 group = typer.Typer(no_args_is_help=True)

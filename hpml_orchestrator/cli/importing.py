@@ -14,7 +14,7 @@ from hpml_orchestrator.convert.files import read_script
 from hpml_orchestrator.convert.importer import ImportContext, import_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
-from hpml_orchestrator.script.bash import check_setup
+from hpml_orchestrator.script.archive import check_setup
 from hpml_orchestrator.script.render import Capabilities, render
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.cli.common import chosen_site
-from hpml_orchestrator.jobfile.address import read_credentials
+from hpml_orchestrator.jobfile.text import read_credentials
 from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.site.profile import prometheus_of_site
 

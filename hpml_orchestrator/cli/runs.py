@@ -30,7 +30,7 @@ from hpml_orchestrator.errors import (
     counted,
     did_you_mean,
 )
-from hpml_orchestrator.jobfile.ages import parse_age, parse_since
+from hpml_orchestrator.jobfile.text import parse_age, parse_since
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
 from hpml_orchestrator.runs.cancel import BEING_SUBMITTED, NOT_CANCELLED

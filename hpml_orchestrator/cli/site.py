@@ -24,7 +24,7 @@ from hpml_orchestrator.jobfile.schema import job_schema, sweep_schema
 from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.site.doctor import examine
 from hpml_orchestrator.site.initialise import initialise, profile_path, save
-from hpml_orchestrator.site.schema import site_schema
+from hpml_orchestrator.site.model import site_schema
 
 
 def init(

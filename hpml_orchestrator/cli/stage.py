@@ -33,7 +33,7 @@ from hpml_orchestrator.errors import (
     counted,
     nearest,
 )
-from hpml_orchestrator.jobfile.ages import parse_age
+from hpml_orchestrator.jobfile.text import parse_age
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.staging.copy import CopyOptions

@@ -17,8 +17,7 @@ from hpml_orchestrator.cli.common import chosen_site, refuse_with
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.cli.render import backend_name
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.document import parse_yaml, read_mapping
-from hpml_orchestrator.jobfile.load import parse_setting
+from hpml_orchestrator.jobfile.load import parse_setting, parse_yaml, read_mapping
 from hpml_orchestrator.jobfile.sweep import Sweep, make_sweep
 from hpml_orchestrator.records.job import JOB_FIELDS
 from hpml_orchestrator.runs.prepare import render_job

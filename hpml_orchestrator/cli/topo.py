@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.check.binding import kinds_for, topologies_of
+from hpml_orchestrator.check.request import kinds_for, topologies_of
 from hpml_orchestrator.cli.common import (
     STANDARD_OUTPUT,
     JsonOption,
@@ -29,7 +29,7 @@ from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.records.job import Policy
 from hpml_orchestrator.runs.load import load_job
-from hpml_orchestrator.script.directives import effective_job, whole_nodes
+from hpml_orchestrator.script.render import effective_job, whole_nodes
 from hpml_orchestrator.topology.model import format_list, parse_list
 
 if TYPE_CHECKING:

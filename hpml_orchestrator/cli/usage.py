@@ -21,7 +21,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.errors import HpmlError, InputError, counted
-from hpml_orchestrator.jobfile.ages import parse_since
+from hpml_orchestrator.jobfile.text import parse_since
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.runs.prometheus import PrometheusError
 from hpml_orchestrator.runs.reporting.usage import (

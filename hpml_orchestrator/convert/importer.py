@@ -26,7 +26,7 @@ from hpml_orchestrator.convert.resources import (
 from hpml_orchestrator.convert.values import HOLE, Values, has_hole, shown
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.jobfile.load import merge
-from hpml_orchestrator.jobfile.validate import resolved_job
+from hpml_orchestrator.jobfile.rules import resolved_job
 from hpml_orchestrator.jobfile.write import job_text
 from hpml_orchestrator.records.job import Job, Json, Resources
 from hpml_orchestrator.records.units import format_time, node_memory_text, size_text

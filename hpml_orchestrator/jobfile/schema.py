@@ -11,7 +11,7 @@ from types import ModuleType
 from pydantic import BaseModel, TypeAdapter
 
 from hpml_orchestrator.jobfile import sweep
-from hpml_orchestrator.jobfile.problems import Model
+from hpml_orchestrator.jobfile.rules import Model
 from hpml_orchestrator.records import job
 from hpml_orchestrator.records.job import Job, Json
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import changed_job, differences
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
-from hpml_orchestrator.jobfile.document import parse_yaml
-from hpml_orchestrator.jobfile.load import read_fields
+from hpml_orchestrator.jobfile.load import parse_yaml, read_fields
 from hpml_orchestrator.jobfile.write import JobDocument, job_text, one_line
 from hpml_orchestrator.records.files import read_text_or_nothing, write_users_file
 from hpml_orchestrator.runs.load import ResolvedJob, load_job

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from hpml_orchestrator.jobfile.load import leaves, merge, read_fields
-from hpml_orchestrator.jobfile.validate import resolved_job
+from hpml_orchestrator.jobfile.rules import resolved_job
 from hpml_orchestrator.records.job import JOB_FIELDS, Job
 from hpml_orchestrator.site.profile import site_for
 

@@ -25,11 +25,11 @@ from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
 from hpml_orchestrator.scheduler.command import job_environment
 from hpml_orchestrator.scheduler.local.processes import memory_mb
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.script.render import (
     CODE_DIRECTORY,
     Capabilities,
     SnapshotPaths,
+    leaves_out,
     render,
     render_agent,
 )
@@ -81,7 +81,7 @@ def render_job(
         resolved, targets = stage_targets.resolve_stage_targets(resolved, room)
     job = resolved.job
     if job.environment.setup:
-        from hpml_orchestrator.script.bash import check_setup  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.archive import check_setup  # noqa: PLC0415 - few have it
 
         check_setup(job.environment.setup, resolved.origins["environment.setup"])
     snapshot = find(job) if job.snapshot else None
@@ -93,7 +93,7 @@ def render_job(
         targets=targets,
     )
     if site is not None and site.site.templates:
-        from hpml_orchestrator.script.bash import check_script  # noqa: PLC0415 - few have it
+        from hpml_orchestrator.script.archive import check_script  # noqa: PLC0415 - few have it
 
         check_script(script, site.site.templates)
     return Rendered(resolved, script, render_agent(job, site), snapshot, targets)

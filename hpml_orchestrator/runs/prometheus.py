@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request
 
-from hpml_orchestrator.jobfile.address import opener_for, split_login
+from hpml_orchestrator.jobfile.text import opener_for, split_login
 from hpml_orchestrator.records.texts import printable
 
 if TYPE_CHECKING:

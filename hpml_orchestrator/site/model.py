@@ -17,17 +17,70 @@ from pydantic import (
 )
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.document import read_mapping
-from hpml_orchestrator.jobfile.load import Layer, leaves, merged, overlaps
-from hpml_orchestrator.jobfile.paths import absolute
-from hpml_orchestrator.jobfile.problems import combined, problems_of
-from hpml_orchestrator.jobfile.text import Model
-from hpml_orchestrator.jobfile.validate import wrong_fields
+from hpml_orchestrator.jobfile.load import Layer, leaves, merged, overlaps, read_mapping
+from hpml_orchestrator.jobfile.rules import combined, problems_of, wrong_fields
+from hpml_orchestrator.jobfile.schema import schema_of
+from hpml_orchestrator.jobfile.text import Model, absolute, web_address
 from hpml_orchestrator.records import units
 from hpml_orchestrator.records import units as values
-from hpml_orchestrator.records.job import NO_GPUS, Json, expand_shorthand
-from hpml_orchestrator.records.units import MAX_LIST, Count, Memory, PositiveInt
-from hpml_orchestrator.site import text
+from hpml_orchestrator.records.job import NO_GPUS, Job, Json, expand_shorthand
+from hpml_orchestrator.records.units import (
+    LONG_OPTION,
+    MAX_LIST,
+    MAX_PATH_BYTES,
+    SBATCH_VALUE,
+    Checked,
+    Count,
+    Memory,
+    PositiveInt,
+    matching,
+)
+
+# Texts of site profiles, with their patterns.
+
+
+def _web_address(value: str) -> str:
+    if web_address(value) is None:
+        raise ValueError("must have a host, an IPv6 address in brackets, and a port up to 65535")
+    return value
+
+
+_PATH_FORM = "an absolute path, or a variable and a path below it, such as $LOCAL_SCRATCH/data"
+
+DirectiveValue = Annotated[
+    str,
+    matching(rf"{SBATCH_VALUE}*", "the value of an sbatch option, without blanks or quotes", 512),
+]
+Renamed = Annotated[
+    str,
+    matching(
+        rf"{LONG_OPTION}(={SBATCH_VALUE}*(\{{(value|item)\}})?{SBATCH_VALUE}*)?",
+        "one long sbatch option such as --gres=gpu:{value}",
+        512,
+    ),
+]
+OptionName = Annotated[
+    str, matching(r"[a-z][a-z0-9-]*", "a long sbatch option's name without dashes, such as mem")
+]
+Line = Annotated[str, matching(r"[^\x00-\x1f\x7f]+", "one line of text", 1024)]
+InterfaceName = Annotated[
+    str, matching(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "a network interface such as ib0", 64)
+]
+NodePath = Annotated[
+    str,
+    matching(r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*", _PATH_FORM, MAX_PATH_BYTES),
+]
+WebAddress = Annotated[
+    str,
+    matching(
+        r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~%/-]*)?",
+        "an http or https address without user, password or query, such as "
+        "https://grafana.example.org",
+        512,
+    ),
+    Checked(_web_address),
+]
+
 
 NEEDED_DIRECTIVES = frozenset(
     {"chdir", "output", "export", "parsable", "array", "open-mode", "job-name"}
@@ -62,7 +115,7 @@ Requeue = Annotated[
     ),
 ]
 Names = Annotated[list[values.PlainWord], Field(max_length=MAX_LIST)]
-Interfaces = Annotated[list[text.InterfaceName], Field(max_length=64)]
+Interfaces = Annotated[list[InterfaceName], Field(max_length=64)]
 
 
 class DirectiveRule(Model):
@@ -71,15 +124,15 @@ class DirectiveRule(Model):
     A rule with none of them cancels the rule of a weaker profile.
     """
 
-    forbid: text.Line | None = None
+    forbid: Line | None = None
     """Why no job may ask for it: the error message of a job that does. An option that only hpml
     would add is left out."""
     omit: values.Flag = False
     """Whether to leave the option out silently."""
-    rename: text.Renamed | None = None
+    rename: Renamed | None = None
     """Option to write instead, such as `--gres=gpu:{value}`: `{value}` is the value, `{item}` each
     part of a comma-separated one."""
-    default: text.DirectiveValue | None = None
+    default: DirectiveValue | None = None
     """Value if a job does not ask for the option; `''` for an option without a value."""
 
     @model_validator(mode="after")
@@ -101,17 +154,17 @@ class DirectiveRule(Model):
 class Paths(Model):
     """Where data is staged on the nodes."""
 
-    scratch: text.NodePath | None = None
+    scratch: NodePath | None = None
     """Local disk, for `target: local`: an absolute path, or a variable of the job and a path below
     it, such as `$LOCAL_SCRATCH`; default: `$SLURM_TMPDIR`, `$TMPDIR` or `/tmp`."""
-    ram: text.NodePath | None = None
+    ram: NodePath | None = None
     """Directory in RAM, for `target: shm`; default: `/dev/shm`."""
 
 
 class NodeType(Paths):
     """Nodes that are alike."""
 
-    nodes: text.Line | None = None
+    nodes: Line | None = None
     """Node list, such as `gpu[01-16]`."""
     count: Count | None = None
     """How many nodes there are."""
@@ -197,10 +250,10 @@ class Limits(Model):
 class Monitoring(Model):
     """Where the metrics of jobs are shown and stored."""
 
-    dashboards: text.WebAddress | None = None
+    dashboards: WebAddress | None = None
     """Address of the Grafana, or of the viewer, that has hpml's dashboards; `hpml show` prints a
     link to each job there."""
-    prometheus: text.WebAddress | None = None
+    prometheus: WebAddress | None = None
     """Address of the Prometheus that scrapes the exporters, for `hpml top`."""
 
 
@@ -239,7 +292,7 @@ class Site(Model):
         default={}
     )
     """Node types by name."""
-    directives: Annotated[dict[text.OptionName, DirectiveRule], Field(max_length=MAX_LIST)] = Field(
+    directives: Annotated[dict[OptionName, DirectiveRule], Field(max_length=MAX_LIST)] = Field(
         default={}
     )
     """Rules for sbatch options, by the option's name without dashes."""
@@ -407,3 +460,22 @@ def _make_absolute(fields: dict[str, object], base: Path) -> None:
     if isinstance(defaults, dict):
         written = {name: expand_shorthand(name, value) for name, value in defaults.items()}
         fields["defaults"] = absolute(written, base)
+
+
+# The JSON Schema of site profiles, for editors and the reference.
+
+
+def site_schema() -> Json:
+    """Return the JSON Schema (2020-12) of a site profile."""
+    schema = schema_of(Site, "hpml site profile", model)
+    job_fields = schema_of(Job, "hpml job file")
+    schema["$defs"] |= job_fields["$defs"]
+    fields = {
+        name: field for name, field in job_fields["properties"].items() if name not in PER_JOB
+    }
+    schema["properties"]["defaults"] |= {"additionalProperties": False, "properties": fields}
+    schema["properties"]["directives"]["propertyNames"] = {
+        "pattern": "^[a-z][a-z0-9-]*$",
+        "not": {"enum": sorted(NEEDED_DIRECTIVES)},
+    }
+    return schema

@@ -172,7 +172,7 @@ def backend_of_site(
         environment: of the process.
         chosen: the value of `--site` or `HPML_SITE`.
     """
-    from hpml_orchestrator.jobfile.document import read_mapping  # noqa: PLC0415 - only with a profile
+    from hpml_orchestrator.jobfile.load import read_mapping  # noqa: PLC0415 - only with a profile
 
     found = ""
     with contextlib.suppress(HpmlError):  # whoever uses the profile names its fault

@@ -26,7 +26,7 @@ from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
-from hpml_orchestrator.jobfile.paths import absolute
+from hpml_orchestrator.jobfile.text import absolute
 from hpml_orchestrator.records.ids import ArraySpec, new_id
 from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import Store, open_store
@@ -37,7 +37,7 @@ from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
-from hpml_orchestrator.script.directives import leaves_out
+from hpml_orchestrator.script.render import leaves_out
 from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (
     NAMES,

@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from typing import Literal
 
 from hpml_orchestrator.errors import InputError, did_you_mean
-from hpml_orchestrator.jobfile.axes import Range
 from hpml_orchestrator.jobfile.load import read_fields
-from hpml_orchestrator.jobfile.sweep import MAX_POINTS, Sweep
+from hpml_orchestrator.jobfile.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.jobfile.text import PLACEHOLDER
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.job import JOB_FIELDS, Job

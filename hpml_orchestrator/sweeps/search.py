@@ -31,9 +31,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from scipy.stats import qmc
 
 from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.jobfile.axes import Range
-from hpml_orchestrator.jobfile.problems import combined
-from hpml_orchestrator.jobfile.sweep import MetricPattern, Sweep
+from hpml_orchestrator.jobfile.rules import combined
+from hpml_orchestrator.jobfile.sweep import MetricPattern, Range, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on, value_at
 from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target, objective

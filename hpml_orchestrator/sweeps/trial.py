@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.jobfile.paths import with_texts
-from hpml_orchestrator.jobfile.problems import combined
+from hpml_orchestrator.jobfile.rules import combined, wrong_fields
 from hpml_orchestrator.jobfile.sweep import make_sweep
-from hpml_orchestrator.jobfile.validate import wrong_fields
+from hpml_orchestrator.jobfile.text import with_texts
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.apply import job_of_run, refuse_unchangeable

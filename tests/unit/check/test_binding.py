@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.binding import (
+from hpml_orchestrator.check.request import (
+    CheckFinding,
     NodeShape,
     check_binding,
     shape_of_kind,
     shape_of_node,
 )
-from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import Node
 from hpml_orchestrator.site.model import NodeType

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.check.intent import check_intent
+from hpml_orchestrator.check.job import check_intent
 from hpml_orchestrator.records.job import Job
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
+from hpml_orchestrator.check.job import check_directory, check_lifecycle, cluster_notes
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import Cluster, ClusterLimits, Partition
 from hpml_orchestrator.site.model import Site

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.finding import CheckFinding
-from hpml_orchestrator.check.monitor import check_monitor
+from hpml_orchestrator.check.job import check_monitor
+from hpml_orchestrator.check.request import CheckFinding
 from hpml_orchestrator.records.job import Job
 
 TLS = "tls_server_config: {cert_file: c, key_file: k"

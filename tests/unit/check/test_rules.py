@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.finding import CheckFinding
 from hpml_orchestrator.check.job import check_local
-from hpml_orchestrator.check.nodes import check_room
-from hpml_orchestrator.check.rules import check
+from hpml_orchestrator.check.request import CheckFinding
+from hpml_orchestrator.check.rules import check, check_room
 from hpml_orchestrator.records.ids import parse_array
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.scheduler.cluster import (

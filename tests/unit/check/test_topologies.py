@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.binding import topologies_of
+from hpml_orchestrator.check.request import topologies_of
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.site.model import ResolvedSite, load_site

@@ -93,11 +93,11 @@ def loaded_by(shell: Shell, *words: str) -> set[str]:
         ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.jobfile"),
         (
             "list",
-            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.validate hpml_orchestrator.staging",
+            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.rules hpml_orchestrator.staging",
         ),
         (
             "status",
-            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.validate hpml_orchestrator.staging",
+            "jinja2 ruamel rich.table hpml_orchestrator.jobfile.rules hpml_orchestrator.staging",
         ),
         ("sweep --help", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),
         ("sweep status", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),

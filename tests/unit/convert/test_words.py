@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.convert.importer import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.jobfile.document import parse_yaml
+from hpml_orchestrator.jobfile.load import parse_yaml
 
 ENVIRONMENT = {"HOME": "/home/ada", "U": "u v", "W": "w", "PATH": "/usr/bin:/bin"}
 CONTEXT = ImportContext("/", "/", ENVIRONMENT)

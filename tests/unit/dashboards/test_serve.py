@@ -25,7 +25,7 @@ from hpml_dashboards.serve import (
 )
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.address import read_credentials
+from hpml_orchestrator.jobfile.text import read_credentials
 from tests.patience import eventually
 
 if TYPE_CHECKING:

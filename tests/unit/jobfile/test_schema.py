@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.document import parse_yaml
+from hpml_orchestrator.jobfile.load import parse_yaml
 from hpml_orchestrator.jobfile.schema import job_schema
-from hpml_orchestrator.site.model import Site
-from hpml_orchestrator.site.schema import site_schema
+from hpml_orchestrator.site.model import Site, site_schema
 
 if TYPE_CHECKING:
     from tests.unit.jobfile.conftest import Load

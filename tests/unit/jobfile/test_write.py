@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.jobfile.document import parse_yaml
+from hpml_orchestrator.jobfile.load import parse_yaml
 from hpml_orchestrator.jobfile.write import JobDocument, job_text, one_line
 
 JOB = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from hpml_orchestrator.jobfile.validate import job_adapter
+from hpml_orchestrator.jobfile.rules import job_adapter
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.script.render import Capabilities
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script.directives import directives, effective_job
-from hpml_orchestrator.script.render import render, render_agent
+from hpml_orchestrator.script.render import directives, effective_job, render, render_agent
 from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import APPTAINER, ENROOT, HERE, PYXIS, job
 

@@ -8,8 +8,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.script.directives import directives, effective_job
-from hpml_orchestrator.script.render import render
+from hpml_orchestrator.script.render import directives, effective_job, render
 from hpml_orchestrator.site.model import ResolvedSite, Site
 from tests.unit.script.support import HERE
 from tests.unit.script.support import job as job_of

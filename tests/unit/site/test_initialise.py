@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.site.initialise import ProfileDraft, initialise, profile_path, save
-from hpml_orchestrator.site.nodes import group_nodes
+from hpml_orchestrator.site.probe import group_nodes
 from hpml_orchestrator.testing.runner import FakeRunner
 from tests.unit.site.clusters import slurm_answers
 

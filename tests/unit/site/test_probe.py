@@ -16,8 +16,7 @@ import pytest
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import Completed
 from hpml_orchestrator.site.node_probe import Interface, NodeProbe, ScratchDirectory, command, parse
-from hpml_orchestrator.site.nodes import group_nodes
-from hpml_orchestrator.site.probe import probe
+from hpml_orchestrator.site.probe import group_nodes, probe
 from hpml_orchestrator.testing.runner import FakeRunner
 
 SEEN = """\

@@ -18,10 +18,10 @@ from hpml_orchestrator.scheduler.cluster import (
     Node,
     Partition,
 )
+from hpml_orchestrator.site.initialise import Origin, profile_text
 from hpml_orchestrator.site.model import Site
 from hpml_orchestrator.site.node_probe import Interface, NodeProbe, ScratchDirectory
-from hpml_orchestrator.site.nodes import group_nodes
-from hpml_orchestrator.site.profile_text import Origin, profile_text
+from hpml_orchestrator.site.probe import group_nodes
 from tests.unit.site.clusters import IDLE, loaded, uncommented
 
 ODD = st.text(max_size=8) | st.sampled_from(
