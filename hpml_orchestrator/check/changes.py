@@ -20,7 +20,7 @@ from hpml_orchestrator.records.units import MIB
 from hpml_orchestrator.runs.applied import with_results
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
-from hpml_orchestrator.runs.reporting.binding import node_topology
+from hpml_orchestrator.runs.reporting.summary import node_topology
 from hpml_orchestrator.scheduler.local.processes import cpu_ids, memory_mb
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.staging.request import SUFFIXES, kind_at

@@ -21,7 +21,7 @@ from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable, did_you_me
 from hpml_orchestrator.jobfile.text import PER_RANK, is_image_file
 from hpml_orchestrator.records.mounts import file_system_type, own_file_system, private_directory
 from hpml_orchestrator.records.texts import first_few, human_bytes
-from hpml_orchestrator.runs.stage_targets import is_compressed
+from hpml_orchestrator.runs.prepare import is_compressed
 from hpml_orchestrator.scheduler.command import Runner
 from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.plan import CIRCLE, NO_FILE, link_fault

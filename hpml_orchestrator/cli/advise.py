@@ -31,8 +31,7 @@ from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.records.units import MIB, parse_size_mib
 from hpml_orchestrator.runs.backend import choose
-from hpml_orchestrator.runs.load import load_job
-from hpml_orchestrator.runs.stage_targets import resolve_stage_targets, room_of_site
+from hpml_orchestrator.runs.prepare import load_job, resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.processes import memory_mb
 from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
 

@@ -19,8 +19,7 @@ from hpml_orchestrator.cli.jobfile import NoCheckOption
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.cli.submission import job_text, report_submission, submit_rendered
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.load import load_job
-from hpml_orchestrator.runs.prepare import Rendered, render_job
+from hpml_orchestrator.runs.prepare import Rendered, load_job, render_job
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
     job_to_resubmit,

@@ -35,7 +35,6 @@ from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
 from hpml_orchestrator.runs.cancel import BEING_SUBMITTED, NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
-from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.prune import OVER
 from hpml_orchestrator.runs.prune import prune as prune_runs
@@ -48,6 +47,7 @@ from hpml_orchestrator.runs.select import (
     sweep_of,
     unfinished,
 )
+from hpml_orchestrator.runs.state import job_dashboard, state_json
 from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:

@@ -19,17 +19,21 @@ from hpml_orchestrator.cli.common import (
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.verify import by_sentence
-from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
-from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.reporting.description import describe
-from hpml_orchestrator.runs.reporting.links import read_links
-from hpml_orchestrator.runs.reporting.software import read_software
-from hpml_orchestrator.runs.reporting.software import requirements as requirements_of
+from hpml_orchestrator.runs.reporting.description import describe, read_software
+from hpml_orchestrator.runs.reporting.description import requirements as requirements_of
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
+from hpml_orchestrator.runs.reporting.timeline import read_links
+from hpml_orchestrator.runs.state import (
+    damage_error,
+    damage_of,
+    job_dashboard,
+    naming_damage,
+    state_json,
+)
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.topology.model import format_list
 
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpml_orchestrator.runs.life import Life
-    from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
+    from hpml_orchestrator.runs.reporting.summary import BindingReport, RankLocation
     from hpml_orchestrator.runs.state import State
 
 

@@ -28,7 +28,7 @@ from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.records.job import Policy
-from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.script.render import effective_job, whole_nodes
 from hpml_orchestrator.topology.model import format_list, parse_list
 

@@ -25,7 +25,7 @@ from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.reporting.binding import node_topology, read_binding
+from hpml_orchestrator.runs.reporting.summary import node_topology, read_binding
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.model import format_list, parse_list, topology_json
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.runs.reporting.binding import BindingReport, RankLocation
+    from hpml_orchestrator.runs.reporting.summary import BindingReport, RankLocation
     from hpml_orchestrator.topology.model import Topology
 
 _GIB = 1024**3

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from hpml_orchestrator.placement.model import Plan, RankPlan
-    from hpml_orchestrator.runs.reporting.binding import RankLocation
+    from hpml_orchestrator.runs.reporting.summary import RankLocation
     from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 _CORES_PER_ROW, _DEVICES_PER_ROW, _RANKS_PER_ROW = 16, 4, 5

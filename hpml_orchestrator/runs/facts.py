@@ -20,12 +20,11 @@ from hpml_orchestrator.diagnosis.model import (
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.records.units import MIB
-from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
-from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.life import silence_of
 from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.state import cluster_job, damage_error, damage_of, naming_damage
 from hpml_orchestrator.topology.model import parse_list
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.feed import read_recent
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
-from hpml_orchestrator.runs.reporting.figures import last_report
+from hpml_orchestrator.runs.reporting.monitor import last_report
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, Union
 
-from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.jobfile.load import field_value
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError
+from hpml_orchestrator.jobfile.load import field_value, leaves, merge, read_fields
+from hpml_orchestrator.jobfile.rules import resolved_job
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.records.job import AGENT_FILE, with_unknown
+from hpml_orchestrator.records.job import AGENT_FILE, JOB_FIELDS, Job, with_unknown
 from hpml_orchestrator.records.process import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
+from hpml_orchestrator.records.units import MIB, size_text
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
 from hpml_orchestrator.runs.snapshot import Snapshot, find, keep_script
 from hpml_orchestrator.scheduler.command import job_environment
@@ -33,14 +37,87 @@ from hpml_orchestrator.script.render import (
     render,
     render_agent,
 )
+from hpml_orchestrator.site.profile import site_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
+    from hpml_orchestrator.records.job import Stage
     from hpml_orchestrator.records.schema import RunRecord, WaitedRun
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
-    from hpml_orchestrator.runs.load import ResolvedJob
+    from hpml_orchestrator.site.model import ResolvedSite, Site
+
+# Load a job: find its site profile, merge the fields, read them, resolve the paths.
+
+SiteChoice: TypeAlias = Union[str, "ResolvedSite", None]
+"""The word of `--site` or `HPML_SITE` (empty: the profiles that are found), the profile that
+another job was loaded with, or None for no profile."""
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A complete job, the source of each of its values, its backend and its site profile.
+
+    Attributes:
+        job: the job; every path in it is absolute.
+        source: absolute path of the job file.
+        origins: dotted field -> `command line`, `job file`, `site profile FILE`, `default` or
+            `measured`.
+        backend: `slurm` or `local`.
+        site: the site profile that applies to it.
+    """
+
+    job: Job
+    source: Path
+    origins: dict[str, str]
+    backend: str = "slurm"
+    site: ResolvedSite | None = None
+
+
+def load_job(
+    path: str | Path,
+    settings: Sequence[tuple[str, object]] = (),
+    site: SiteChoice = None,
+    points: Collection[str] = (),
+    *,
+    backend: str = "slurm",
+    fields: Mapping[str, object] | None = None,
+    arguments: Sequence[str] = (),
+    notice: Callable[[str], None] = lambda _: None,
+) -> ResolvedJob:
+    """Load a job from a YAML 1.2 or TOML file.
+
+    Args:
+        path: the job file; `.toml` is read as TOML, all else as YAML.
+        settings: dotted field and value pairs of the command line; later ones win.
+        site: which site profile applies; its defaults lie below the job file.
+        points: names of a sweep's values, which arguments refer to as `{point.NAME}`.
+        backend: `slurm` or `local`; a local job only uses a profile that is chosen by name.
+        fields: the fields instead of those of the file, whose path only places them.
+        arguments: of the command line, to append to `args`.
+        notice: takes a line about profiles that a local job does not use.
+
+    Raises:
+        NotFoundError: the job file, or the chosen profile, does not exist.
+        InputError: something in one of them is wrong; every finding is named with its field.
+    """
+    source = Path(os.path.abspath(path))
+    if isinstance(site, str):
+        site = site_for(source, os.environ, chosen=site, backend=backend, notice=notice)
+    given = read_fields(path) if fields is None else fields
+    layer = merge(given, settings, site.job_defaults() if site else None, arguments)
+    where = f"in {source}; " if source.is_file() else ""
+    hint = f"{_argument(settings)}{where}`hpml schema job` prints every field"
+    job = resolved_job(layer.fields, source.parent, points, hint)
+    origins = {name: layer.origin(name) for name in leaves(job.to_json())}
+    return ResolvedJob(job, source, origins, backend, site)
+
+
+def _argument(settings: Sequence[tuple[str, object]]) -> str:
+    meant = [f"{name}={one}" for name, one in settings if name not in JOB_FIELDS]
+    meant = [one for one in meant if "." not in one.partition("=")[0]]
+    return f"an argument of the program goes to the end: -- --{meant[0]}; " if meant else ""
 
 
 @dataclass(frozen=True)
@@ -72,13 +149,13 @@ def render_job(
     targets: dict[str, str] = {}
     site = resolved.site
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        from hpml_orchestrator.runs import stage_targets  # noqa: PLC0415 - few have such
+        pass  # JOINED  # noqa: PLC0415 - few have such
 
         profile = site.site if site else None
-        room = stage_targets.room_of_site(resolved.job, profile)
+        room = room_of_site(resolved.job, profile)
         if resolved.backend == "local":  # the profile describes the cluster
-            room = stage_targets.NodeRoom(memory_mb() or None)
-        resolved, targets = stage_targets.resolve_stage_targets(resolved, room)
+            room = NodeRoom(memory_mb() or None)
+        resolved, targets = resolve_stage_targets(resolved, room)
     job = resolved.job
     if job.environment.setup:
         from hpml_orchestrator.script.archive import check_setup  # noqa: PLC0415 - few have it
@@ -286,3 +363,157 @@ def output_directory(path: Path, *, value: str, field: str = "--output") -> Iter
             value=value,
             hint="name a directory that you may write to and that has room",
         ) from error
+
+
+# Complete `stage`: the target of each entry, and the size of data in RAM.
+#
+# `target: auto` becomes RAM if data and job fit well into memory, else the node's disk. The
+# staging package is imported only when something is measured.
+
+RAM_SHARE = 0.5
+"""Share of the memory not requested by the job that staging may use: the rest is for the page
+cache, for other jobs, and for unforeseen needs of the job."""
+
+_PAGE_BYTES = 4096
+_ANY_BYTES = 1 << 62
+_COMPRESSED = (
+    ".gz",
+    ".tgz",
+    ".xz",
+    ".bz2",
+    ".txz",
+    ".tbz2",
+    ".tbz",
+    ".zst",
+    ".zstd",
+    ".tzst",
+    ".lz4",
+)
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """The least memory and disk of the nodes that a job may run on; None if unknown."""
+
+    memory_mib: int | None = None  # that jobs can have
+    disk_mib: int | None = None  # size of the local disk
+
+
+def room_of_site(job: Job, site: Site | None) -> NodeRoom:
+    """Return the nodes' memory and disks by the site profile, for a job's partition."""
+    if site is None:
+        return NodeRoom()
+    partition = job.resources.partition
+    kinds = site.node_types_of(partition)
+    profiles = [site.partitions.get(name) for name in site.partitions_of(partition)]
+    limits = [profile.max_memory_per_node for profile in profiles if profile]
+    memory = [kind.memory or 0 for kind in kinds]
+    disks = [kind.local_disk or 0 for kind in kinds]
+    return NodeRoom(
+        memory_mib=min([*memory, *filter(None, limits)]) if kinds and all(memory) else None,
+        disk_mib=min(disks) if kinds and all(disks) else None,
+    )
+
+
+def resolve_stage_targets(
+    resolved: ResolvedJob, room: NodeRoom = NodeRoom()
+) -> tuple[ResolvedJob, dict[str, str]]:
+    """Return the job with a target for every `auto`, and the size of all data in RAM.
+
+    The second value is the reason for each choice, by the name of the entry.
+
+    Files in /dev/shm count as the job's memory, so `--mem` has to include them: where memory is
+    asked for, the size is measured if the job file does not give it.
+
+    Raises:
+        InputError: the source does not exist, or is a compressed archive whose size must be given.
+    """
+    job = resolved.job
+    own = job.resources.node_memory
+    origins = dict(resolved.origins)
+    stages: list[Stage] = []
+    reasons: dict[str, str] = {}
+    in_ram = 0
+    for index, given in enumerate(job.stage):
+        stage = given
+        needed = own and stage.target in ("shm", "auto") and stage.size is None
+        if needed and (stage.target == "shm" or not is_compressed(stage)):
+            stage = dataclasses.replace(stage, size=_size(stage, index))
+            origins[f"stage.{index}.size"] = "measured"
+        size = stage.size or 0
+        if stage.target == "auto":
+            target, why = _target(size, own, in_ram, room)
+            stage = dataclasses.replace(stage, target=target)
+            origins[f"stage.{index}.target"] = f"auto: {why}"
+            reasons[stage.name] = why
+        if stage.target == "shm":
+            in_ram += size
+        stages.append(stage)
+    job = dataclasses.replace(job, stage=tuple(stages))
+    return dataclasses.replace(resolved, job=job, origins=origins), reasons
+
+
+def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]:
+    """Return the target of an entry of `stage`, and the reason, without characters to quote.
+
+    Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
+    itself (0: nothing), and of what other entries bring to RAM.
+    """
+    # Without --mem the cluster gives a default that staged files would eat into: they count as the
+    # job's memory, and the kernel would kill the ranks.
+    if not own:
+        return "local", "the job asks for no memory, to which the data in RAM would be added"
+    if not size:
+        return "local", "its size is not known, and RAM has to be requested"
+    if room.memory_mib is None:
+        return "local", "node memory is unknown, define it in the site profile"
+    left = max(0, room.memory_mib - own)
+    beside = f"{size_text(left)} of node memory left by the {size_text(own)} of the job"
+    if room.disk_mib is not None and size > room.disk_mib and in_ram + size <= left:
+        disk = size_text(room.disk_mib)
+        return "shm", f"{size_text(size)} fit into the {beside}, not on a disk of {disk}"
+    data = size_text(size) + (f" with {size_text(in_ram)} of other data" if in_ram else "")
+    if in_ram + size <= RAM_SHARE * left:
+        return "shm", f"{data} are at most half of the {beside}"
+    return "local", f"{data} are more than half of the {beside}"
+
+
+def is_compressed(stage: Stage) -> bool:
+    """Whether the size of an archive's content is unknown before unpacking."""
+    from hpml_orchestrator.staging.request import SUFFIXES  # noqa: PLC0415 - few jobs stage data
+
+    name = stage.source.lower()
+    kind: str = stage.kind
+    if kind == "auto" and not os.path.isdir(stage.source):
+        kind = next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
+    return kind == "tar" and name.endswith(_COMPRESSED)
+
+
+def _size(stage: Stage, index: int) -> int:
+    """Return the measured size of an entry in MiB, with errors that name its field."""
+    try:
+        size = None if is_compressed(stage) else _bytes_in_ram(stage)
+    except (HpmlError, OSError) as error:
+        if isinstance(error, OSError):
+            message = f"cannot be read: {error.strerror or error}"
+            hint = "or give `size`, and the source is not looked at before the job runs"
+        else:  # a damaged archive, or one that holds what staging refuses
+            message, hint = error.message, error.hint
+        field = f"stage.{index}.source"
+        raise InputError(message, field=field, value=stage.source, hint=hint) from error
+    if size is None:
+        raise InputError(
+            "must be given for a compressed archive that is unpacked into RAM",
+            field=f"stage.{index}.size",
+            hint=f"`size: 40G`, or whatever {stage.source} holds",
+        )
+    return max(1, -(-size // MIB))
+
+
+def _bytes_in_ram(stage: Stage) -> int | None:
+    from hpml_orchestrator.staging.request import Retry  # noqa: PLC0415 - only for `target: auto`
+    from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
+    from hpml_orchestrator.staging.stage import open_source  # noqa: PLC0415 - as above
+
+    with contextlib.closing(open_source(stage, Retry(), _ANY_BYTES)) as source:
+        return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes

@@ -8,26 +8,34 @@ forgets them long before the last one ends.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
-from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records import targets
+from hpml_orchestrator.records.damage import RUN_FIELDS, find_damage, record_damage
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.scheduler.model import JobState, parse_state
+from hpml_orchestrator.site.profile import find_profiles
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from hpml_orchestrator.records.damage import Damage
+    from hpml_orchestrator.records.run import Attempt
     from hpml_orchestrator.records.schema import SubmitRecord
     from hpml_orchestrator.records.submission import Submission
+    from hpml_orchestrator.site.model import Site
 
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
@@ -343,3 +351,133 @@ def _counts(tasks: Sequence[State], state: str) -> str:
         why = next((task.reason for task in tasks if not task.over and task.reason), "")
         return f"{text}: {why}" if why else text
     return text
+
+
+# The address of a run's Job dashboard, in the Grafana or viewer that the site profile names.
+
+
+def cluster_job(attempt: Attempt) -> tuple[str, str]:
+    """Return cluster and job id of an attempt, as metrics have them in their labels.
+
+    For a task of an array it is the task's own job id. Unknown values are empty: a run of the local
+    backend, such as local-3fa9c1-7, belongs to the cluster of its node, which is not known here.
+    """
+    try:
+        cluster = str(read_json(attempt.directory / "head.json").get("cluster", ""))
+    except HpmlError:
+        cluster = ""
+    if cluster.startswith("local-"):
+        return "", f"{cluster}-{attempt.job_id}"
+    return cluster, attempt.job_id
+
+
+def job_dashboard(state: State, *, chosen: str = "") -> str | None:
+    """Return the address of a run's Job dashboard, over the time that its last attempt ran.
+
+    None before the run has started, for an array as a whole, and without an address in the site
+    profile. The profile is the one that is chosen, else those of the run's submission.
+
+    Args:
+        state: of the run.
+        chosen: the value of `--site` or `HPML_SITE`.
+    """
+    return _address(state, _site_of(state, chosen)) if state.started else None
+
+
+def state_json(state: State, *, chosen: str = "") -> dict[str, object]:
+    """Return a state for programs, with the address of its dashboard and of each task's."""
+    site = _site_of(state, chosen) if state.started else None
+    tasks = [
+        {**row, "dashboard": _address(task, site)}
+        for row, task in zip(state.tasks_to_json(), state.tasks, strict=True)
+    ]
+    return {**state.to_json(), "tasks": tasks, "dashboard": _address(state, site)}
+
+
+def _site_of(state: State, chosen: str) -> Site | None:
+    try:
+        if chosen:
+            return _site(tuple(map(str, find_profiles(None, {}, chosen=chosen))))
+        return _site(tuple(state.submission.record().get("site", ())))
+    except HpmlError:  # `hpml check` reports what is wrong with a profile
+        return None
+
+
+@cache
+def _site(paths: tuple[str, ...]) -> Site | None:
+    if not paths:
+        return None
+    from hpml_orchestrator.site.model import load_site  # noqa: PLC0415 - few have one
+
+    return load_site([*map(Path, paths)]).site
+
+
+def _address(state: State, site: Site | None) -> str | None:
+    if site is None or site.monitoring.dashboards is None:
+        return None
+    if not state.started or state.tasks or state.waits:
+        return None
+    try:
+        attempt = state.run.newest()
+    except HpmlError:  # another user's
+        return None
+    if attempt is None or not attempt.job_id:
+        return None
+    cluster, job_id = cluster_job(attempt)
+    parameters = {
+        "var-cluster": cluster or site.cluster or "",
+        "var-jobid": job_id,
+        "from": math.floor(state.started * 1000),
+        "to": math.ceil(state.ended * 1000) if state.ended else "now",
+    }
+    query = urlencode({name: value for name, value in parameters.items() if value != ""})
+    return f"{site.monitoring.dashboards.rstrip('/')}/d/hpml-job?{query}"
+
+
+# Find damaged records of a run before figures are computed from them.
+
+
+def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:
+    """Return the damaged files of a run: its plan, and those of some attempts.
+
+    Args:
+        state: of the run.
+        attempts: in order, up to the last one. Only that may still be written.
+    """
+    found = [*record_damage(state.run.directory / "run.json", RUN_FIELDS)]
+    return found + [
+        damage
+        for attempt in attempts
+        for damage in find_damage(
+            attempt.directory,
+            # The last line of a file that is still written may be incomplete; that is no damage.
+            is_growing=attempt is attempts[-1] and state.unfinished and attempt.ended is None,
+        )
+    ]
+
+
+def damage_error(state: State, found: Sequence[Damage]) -> RecordError:
+    """Return the error that names damaged files."""
+    more = f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else ""
+    hint = f"`hpml show {state.submission.label}` prints what can be read; figures are incomplete"
+    return RecordError(f"{found[0]}{more}", hint=hint)
+
+
+@contextlib.contextmanager
+def naming_damage(state: State) -> Iterator[None]:
+    """Turn errors about a record's form into one that names the damaged file.
+
+    Raises:
+        RecordError: names the file if it can be found.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        attempts = state.run.attempts()
+        if found := damage_of(state, attempts):
+            raise damage_error(state, found) from error
+        places = [str(state.submission.directory), *(str(one.directory) for one in attempts[-1:])]
+        raise RecordError(
+            f"a record in {' or '.join(places)} is damaged: it does not have the form that this "
+            "hpml writes"
+        ) from error

@@ -21,7 +21,6 @@ from hpml_orchestrator.jobfile.sweep import MetricPattern
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.facts import ranks_of
 from hpml_orchestrator.runs.life import Life, read_life
-from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.runs.reporting.description import Hours, hours_of, last_result
 from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
@@ -29,7 +28,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
     monitored_nodes,
     numbers,
 )
-from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, node_topology, summarise
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job

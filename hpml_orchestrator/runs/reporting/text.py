@@ -18,17 +18,18 @@ from hpml_orchestrator.records.texts import (
     zoned_text,
 )
 from hpml_orchestrator.runs.life import Life, next_step, read_life
-from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
-from hpml_orchestrator.runs.reporting.links import read_links
-from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.runs.reporting.software import (
+from hpml_orchestrator.runs.reporting.description import (
+    command_text,
+    describe,
+    figures,
     read_software,
     script_change,
     software_line,
     torch_lines,
 )
-from hpml_orchestrator.runs.reporting.staging import staged_lines
-from hpml_orchestrator.runs.reporting.summary import Summary, summarise
+from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.summary import Summary, staged_lines, summarise
+from hpml_orchestrator.runs.reporting.timeline import read_links
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

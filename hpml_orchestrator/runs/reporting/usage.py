@@ -14,13 +14,13 @@ from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import any_of
 from hpml_orchestrator.runs.reporting.description import times_of
 from hpml_orchestrator.runs.reporting.monitor import JOULES_PER_KWH, monitored_nodes
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.select import select
+from hpml_orchestrator.runs.state import cluster_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.runs.reporting.binding import RankLocation
+from hpml_orchestrator.runs.reporting.summary import RankLocation
 from hpml_orchestrator.topology.model import (
     Core,
     Domain,

@@ -31,7 +31,7 @@ from hpml_orchestrator.diagnosis.model import (
 from hpml_orchestrator.diagnosis.page import page
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
-from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from tests.unit.diagnosis.jobs import complete
 

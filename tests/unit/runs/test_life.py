@@ -19,7 +19,7 @@ from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.description import last_result
-from hpml_orchestrator.runs.reporting.figures import last_report
+from hpml_orchestrator.runs.reporting.monitor import last_report
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.scheduler.model import JobState

@@ -14,9 +14,9 @@ import pytest
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.runs import prometheus
-from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.state import job_dashboard, state_json
 from hpml_orchestrator.scheduler.model import JobState, JobStatus
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
 from hpml_orchestrator.records.job import Binding
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.reporting.binding import read_binding
+from hpml_orchestrator.runs.reporting.summary import read_binding
 
 LOCAL = Binding(policy="gpu-local", verify="warn")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.records.schema import SoftwareRecord
-from hpml_orchestrator.runs.reporting.software import (
+from hpml_orchestrator.runs.reporting.description import (
     requirements_text,
     software_line,
     torch_lines,

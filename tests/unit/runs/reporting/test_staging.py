@@ -10,7 +10,7 @@ import pytest
 from hpml_orchestrator.node.stages import NodeResults
 from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.runs.reporting.staging import (
+from hpml_orchestrator.runs.reporting.summary import (
     collected_lines,
     staged_entries,
     staged_lines,
