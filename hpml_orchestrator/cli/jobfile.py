@@ -1,47 +1,327 @@
-"""Commands that submit a job file: run, submit."""
+"""Commands that take a job file or a run's job: render, check, submit, run, resubmit, requeue."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shlex
+import signal
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_orchestrator.check.job import invalid_job
+from hpml_orchestrator.check.submission import check_rendered, prepare_checked, scheduler_messages
 from hpml_orchestrator.cli.common import (
     AfterOption,
     BackendOption,
     JobFile,
     JsonOption,
     LocalOption,
+    RunWord,
     SetOption,
     appended_arguments,
     chosen_site,
+    print_json,
+    refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
 from hpml_orchestrator.cli.process import (
+    EXIT_INTERRUPTED,
+    Stop,
     notice,
+    report_unwritable_output,
 )
-from hpml_orchestrator.cli.render import backend_name, rendered_job
 from hpml_orchestrator.cli.show import print_summary
-from hpml_orchestrator.cli.submission import (
-    job_text,
-    report_submission,
-    submit_rendered,
-)
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
+from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.runs.after import pending_dependencies
-from hpml_orchestrator.runs.backend import open_backend
-from hpml_orchestrator.runs.resubmit import claim_checkpoints
+from hpml_orchestrator.runs.backend import choose, open_backend
+from hpml_orchestrator.runs.prepare import Rendered, explained, load_job, render_job, write_rendered
+from hpml_orchestrator.runs.requeue import requeue as requeue_run
+from hpml_orchestrator.runs.resubmit import (
+    checkpoint_directory,
+    claim_checkpoints,
+    job_to_resubmit,
+    last_to_save,
+    refuse_to_resubmit,
+)
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume
+from hpml_orchestrator.runs.submit import submit as submit_prepared
+from hpml_orchestrator.site.profile import site_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpml_orchestrator.check.job import CheckReport
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
-    from hpml_orchestrator.runs.prepare import Rendered
+
+# Command `render`, and the job that the options of a command describe.
+
+
+def render(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write job.sh and the files it needs to DIR, to submit it yourself.",
+        ),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Show where each value comes from instead of the script."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --output: overwrite a job.sh that differs.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the batch script of a job.
+
+    Words after `--` are appended to `args` of the job file.
+
+    It is byte for byte the script that `submit` submits. With `--local` no site profile applies
+    unless `--site` names one.
+    """
+    refuse_empty({"--output": output})
+    if output:
+        refuse_with("--output", {"--explain": explain, "--json": as_json})
+    elif force:
+        raise InputError(
+            "needs --output DIR", field="--force", hint=f"hpml render {job_file} -o DIR --force"
+        )
+    name = backend_name(context, job_file, backend, local=local)
+    rendered = rendered_job(context, job_file, settings, name)
+    if explain:
+        rows = explained(rendered.resolved)
+        if as_json:
+            print_json([{"field": f, "value": v, "origin": o} for f, v, o in rows])
+            return
+        for field, value, origin in rows:
+            typer.echo(f"{field:<28} {_as_in_job_file(value):<40} {origin}")
+    elif output:
+        script = write_rendered(rendered, output, force=force)
+        directory = shlex.quote(str(script.parent))
+        typer.echo(f"wrote {script}; to submit it: cd {directory} && sbatch job.sh")
+    elif as_json:
+        agent = json.loads(rendered.agent)
+        job = rendered.resolved.job.to_json()
+        print_json({"script": rendered.script, "agent": agent, "job": job})
+    else:
+        sys.stdout.buffer.write(rendered.script.encode("utf-8"))
+
+
+def _as_in_job_file(value: object) -> str:
+    if isinstance(value, str) and "\n" not in value:
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def rendered_job(
+    context: typer.Context,
+    job_file: str,
+    settings: list[str],
+    backend: str,
+    after: list[str] | None = None,
+) -> Rendered:
+    """Return the job of a job file, its options and the words after `--`, and its script."""
+    values = [parse_setting(setting) for setting in settings]
+    values += [("after", after)] if after else []
+    job = load_job(
+        job_file,
+        values,
+        chosen_site(context),
+        backend=backend,
+        arguments=appended_arguments(context),
+        notice=notice,
+    )
+    return render_job(job)
+
+
+def backend_name(context: typer.Context, job_file: str, backend: str, *, local: bool) -> str:
+    """Return `slurm` or `local` for a job file and the options `--backend` and `--local`."""
+    if local:
+        refuse_with("--local", {"--backend": backend not in {"auto", "local"}})
+    return choose("local" if local else backend, job_file, chosen_site(context))
+
+
+# Command `check`: would the cluster accept a job?
+
+
+def check(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a job against the cluster's limits without submitting it.
+
+    Words after `--` are appended to `args` of the job file.
+
+    Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
+    hides its nodes or partitions from you.
+    """
+    name = backend_name(context, job_file, backend, local=local)
+    try:
+        rendered = rendered_job(context, job_file, settings, name)
+        report = check_rendered(rendered, store_of(context), script=rendered.script)
+    except InputError as fault:
+        if not as_json:
+            raise
+        print_json({"backend": name, **invalid_job(fault).to_json()})
+        raise typer.Exit(InputError.exit_code) from fault
+    if as_json:
+        print_json({"backend": name, **report.to_json()})
+    else:
+        _print(report, name, rendered.resolved.job.name)
+    if report.errors:
+        raise typer.Exit(InputError.exit_code)
+    if report.not_asked:
+        raise typer.Exit(SchedulerUnavailable.exit_code)
+
+
+def _print(report: CheckReport, backend: str, job: str) -> None:
+    for note in report.notes:
+        typer.echo(f"note: {note}")
+    for finding in report.findings:
+        typer.echo(f"{finding.level}: {finding}")
+        if finding.hint:
+            typer.echo(f"  hint: {finding.hint}")
+    where = "this machine" if backend == "local" else "the cluster"
+    if report.errors:
+        if report.not_asked:
+            typer.echo(f"not checked against {where}: {report.not_asked}")
+        verdict = f"{counted(len(report.errors), 'error')}, {where} would not run this job"
+    elif report.not_asked:
+        verdict = f"not checked against {where}: {report.not_asked}"
+    else:
+        names = report.answer.partitions
+        start = f" ({report.start})" * bool(report.start)
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{start}"
+        if report.not_checked:
+            verdict += f"; not checked: {', '.join(report.not_checked)}"
+    count = len(report.warnings)
+    typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
+
+
+# Check and submit a job that was rendered, and report what was submitted.
+
+
+def submit_rendered(
+    store: Store,
+    make: Callable[[], Rendered],
+    *,
+    checked: bool,
+    record: Mapping[str, object] | None = None,
+) -> tuple[Submission, str]:
+    """Check and submit a job; return its submission and its job's id.
+
+    After Ctrl-C this reports the state of the submission and exits.
+
+    Args:
+        store: where records live.
+        make: returns the job.
+        checked: whether to check the job first.
+        record: more for `submit.json`.
+
+    Raises:
+        HpmlError: it was not submitted, or it is not known whether it was.
+    """
+    submission = None
+    try:
+        submission, scheduler = prepare_checked(
+            store, make(), checked=checked, notice=notice, record=record
+        )
+        # The first Ctrl-C waits for the answer, so that no job exists without being reported. A
+        # second one does not wait.
+        with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
+            job_id = submit_prepared(submission, scheduler, environment=dict(os.environ))
+        if not stop():
+            for line in scheduler_messages(submission):
+                notice(line)
+            return submission, job_id
+    except KeyboardInterrupt:
+        pass
+    notice(_outcome(submission))
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def report_submission(
+    store: Store, submission: Submission, job_id: str, message: str, *, as_json: bool
+) -> None:
+    """Print what was submitted, and how to follow it."""
+    try:
+        if as_json:
+            print_json(_submission_json(store, submission, job_id))
+        else:
+            typer.echo(message)
+        sys.stdout.flush()
+    except OSError as error:
+        # The job exists. With an exit status other than 0 a script would submit it again.
+        report_unwritable_output(error)
+        notice(message)
+        return
+    with contextlib.suppress(OSError):
+        sid = submission.sid
+        hint = f"hpml logs -f {sid}"
+        if submission.is_array():
+            hint = f"hpml wait {sid}; one task: hpml logs -f {sid}.{submission.runs()[0][0]}"
+        typer.echo(f"to follow it: {hint}", err=True)
+
+
+def job_text(submission: Submission, job_id: str) -> str:
+    """Return the job's id, for an array with the number of its tasks."""
+    if not submission.is_array():
+        return job_id
+    return f"{job_id} ({counted(len(submission.runs()), 'task')})"
+
+
+def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[str, object]:
+    table = submission.runs()
+    is_array = submission.is_array()
+    return {
+        "id": submission.sid,
+        "job_id": job_id,
+        "submission": str(submission.directory),
+        "directory": None if is_array else str(store.runs_dir / table[0][1]),
+        "tasks": [
+            {"index": index, "run": rid, "directory": str(store.runs_dir / rid)}
+            for index, rid in table
+            if is_array
+        ],
+    }
+
+
+def _outcome(submission: Submission | None) -> str:
+    if submission is None:
+        return "nothing was submitted"
+    sid, job = submission.sid, submission.job()
+    if job is not None:
+        ends = f"the job continues, `hpml cancel {sid}` cancels it"
+        return f"submitted {sid} as job {job['job_id']}; {ends}"
+    if not submission.starts():
+        return f"nothing was submitted; `hpml submit --resume {sid}` submits it"
+    return (
+        f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
+        f"`hpml submit --resume {sid}` completes it"
+    )
+
 
 NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking the job.")]
 
@@ -149,3 +429,74 @@ def _resume(store: Store, submission: Submission) -> str:
         after=lambda words: pending_dependencies(store, words, backend=backend),
         claim=lambda: claim_checkpoints(store, submission),
     )
+
+
+# Command `resubmit`: the job of an ended run again, as a new run.
+
+
+def resubmit(
+    context: typer.Context,
+    run: RunWord,
+    settings: SetOption = [],
+    no_check: NoCheckOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit the job of an ended run again, with changes.
+
+    The new run has the old one's job as it was recorded, and continues from its checkpoints if the
+    job has `checkpoint`. Words after `--` are appended to `args`. Code comes from the working
+    directory as it is now, also with `snapshot`, and variables from this shell. To restart a run
+    unchanged, with its own copy of the code: hpml requeue.
+    """
+    store = store_of(context)
+    submission = store.resolve(run, exact_name=True)
+    (state,) = states(store, [submission])
+    refuse_to_resubmit(store, state)
+    record = submission.record()
+    backend, job_file = str(record["backend"]), str(record["job_file"])
+
+    def render_again() -> Rendered:
+        # The recorded job has the profile's defaults already; the script needs the rest of it.
+        job = load_job(
+            job_file,
+            [parse_setting(setting) for setting in settings],
+            backend=backend,
+            fields=job_to_resubmit(state).to_json(),
+            arguments=appended_arguments(context),
+        )
+        site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
+        return render_job(replace(job, site=site))
+
+    made, job_id = submit_rendered(
+        store, render_again, checked=not no_check, record={"continues": submission.sid}
+    )
+    directory = checkpoint_directory(submission)
+    if directory and made.requested_job().checkpoint.directory == directory:
+        last = last_to_save(store, directory, before=made)
+        also = f"; {last.sid} saved last" if last and last.sid != submission.sid else ""
+        notice(f"continues from the checkpoints of {submission.sid} in {directory}{also}")
+    message = f"submitted {made.sid} as job {job_text(made, job_id)}"
+    report_submission(store, made, job_id, message, as_json=as_json)
+
+
+# Command requeue.
+
+
+def requeue(
+    context: typer.Context,
+    run: RunWord,
+    as_json: JsonOption = False,
+) -> None:
+    """Save and requeue a run; continue an ended one.
+
+    The ranks of a running run are asked to save and stop, and then its job is requeued; that needs
+    `checkpoint` in the job file. For a run that has ended before it was done this submits another
+    job that continues it. The tasks of a job array continue one by one.
+    """
+    store = store_of(context)
+    submission = store.resolve(run, exact_name=True)
+    done = requeue_run(store, submission, environment=os.environ, notice=notice)
+    if as_json:
+        print_json(done)
+    else:
+        typer.echo(f"{done['id']}: {done['outcome']}")

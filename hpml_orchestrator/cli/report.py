@@ -14,6 +14,7 @@ from hpml_orchestrator.cli.common import (
     PrometheusAuthOption,
     PrometheusOption,
     RunWords,
+    chosen_prometheus,
     chosen_site,
     print_json,
     refuse_empty,
@@ -21,7 +22,6 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text

@@ -25,13 +25,13 @@ from hpml_orchestrator.cli.common import (
     PrometheusAuthOption,
     PrometheusOption,
     RunWords,
+    chosen_prometheus,
     chosen_site,
     print_json,
     print_table,
     store_of,
 )
 from hpml_orchestrator.cli.process import Stop, notice
-from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.cli.terminal import GAP, fitting
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.run import user_name

@@ -13,13 +13,13 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
     PrometheusOption,
+    chosen_prometheus,
     print_json,
     print_table,
     refuse_empty,
     refuse_with,
     store_of,
 )
-from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.errors import HpmlError, InputError, counted
 from hpml_orchestrator.jobfile.text import parse_since
 from hpml_orchestrator.records.run import user_name

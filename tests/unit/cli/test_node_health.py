@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.node.health import make, read_health
 
-from hpml_orchestrator.cli import fitness
-from hpml_orchestrator.cli.fitness import Expected, examine_node
+from hpml_orchestrator.cli.site import Expected, examine_node
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
 MOUNT = "30 1 {device} / {point} {here} shared:1 - {kind} /dev/sda {super}\n"
