@@ -114,7 +114,7 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_commands.py
 	$(BIN)/python docs/fields.py
-	$(BIN)/python -m hpml_exporters.catalogue > docs/metrics.md
+	$(BIN)/python -m hpml_exporters.app > docs/metrics.md
 
 # Its result is kept in the repository, so that users need no node. The lockfile names no registry.
 viewer:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypedDict
 import promql_parser
 from hpml_dashboards import JSON
 from hpml_dashboards.build import build
-from hpml_exporters.catalogue import ALL
+from hpml_exporters.app import ALL
 from ruamel.yaml import YAML
 
 from hpml_orchestrator import assets

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -18,16 +18,79 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
-from hpml_exporters.catalogue import ALL
-from hpml_exporters.core.collector import Collector
-from hpml_exporters.core.metric import Family
+from hpml_exporters.core import collector
+from hpml_exporters.core.collector import (
+    Collector,
+    Family,
+    MetricSpec,
+    node_families,
+    server_families,
+)
 from hpml_exporters.core.sampler import CollectorSource, Sampler, Samples
-from hpml_exporters.core.selfmetrics import node_families, server_families
+from hpml_exporters.gpu import figures as gpu
+from hpml_exporters.jobs import collector as jobs
+from hpml_exporters.node import disks, health, infiniband, lustre, nfs, shm
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
+from hpml_exporters.slurm import collector as slurm
+from hpml_exporters.training import collector as training
 from hpml_orchestrator.errors import InputError, RecordError
 
 if TYPE_CHECKING:
     from hpml_exporters.web.server import Counters
+
+# Every metric that can be shown; `python -m hpml_exporters.catalogue` prints docs/metrics.md.
+
+SUBJECTS = {
+    "GPUs": gpu.SPECS,
+    "Jobs": jobs.SPECS,
+    "Node": (*shm.SPECS, *disks.SPECS, *infiniband.SPECS, *nfs.SPECS, *lustre.SPECS, *health.SPECS),
+    "Training": training.SPECS,
+    "Slurm": slurm.SPECS,
+    "The exporter itself": collector.SPECS,
+}
+"""Metrics by the headings of the documentation."""
+
+ALL: tuple[MetricSpec, ...] = tuple(spec for specs in SUBJECTS.values() for spec in specs)
+
+_HEAD = """\
+# Metrics
+
+Written by `make docs` from the descriptions that the exporters use; `hpml export metrics` prints
+the same. How to get them: [Monitoring](monitoring.md).
+
+Units are base units and part of the name. Counters end in `_total`: use `rate()` and `increase()`.
+They count from the exporter's start unless the description differs. What identifies a thing
+is in an `_info` metric, whose value is always 1: join it, as in
+`hpml_gpu_power_watts * on (uuid) group_left (jobid) hpml_job_gpu_info{owner="1"}`. A value that
+cannot be read now is absent, never 0. The exporter's own CPU time, memory and start are the
+`process_*` metrics of Prometheus' client library.
+"""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    lines = [_HEAD]
+    for title, specs in SUBJECTS.items():
+        lines += [f"## {title}", "", *_table(specs), ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _table(specs: Iterable[MetricSpec]) -> Iterator[str]:
+    yield "| metric | type | labels | meaning | source |"
+    yield "|---|---|---|---|---|"
+    for spec in specs:
+        labels = " ".join(f"`{one}`" for one in spec.labels)
+        cells = (f"`{spec.name}`", spec.type, labels, spec.help, spec.source)
+        yield f"| {' | '.join(_cell(one) for one in cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
+
 
 _LOG = logging.getLogger(__name__)
 

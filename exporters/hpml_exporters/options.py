@@ -151,7 +151,7 @@ def check(options: NodeOptions) -> None:
     Raises:
         InputError: one of them is wrong; its field is the option's name.
     """
-    from hpml_exporters.web.address import split  # noqa: PLC0415 - not for collectors
+    from hpml_exporters.web.config import split  # noqa: PLC0415 - not for collectors
 
     split(options.listen)
     for name in options.without:

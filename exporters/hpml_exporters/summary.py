@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import shown_name
+from hpml_exporters.core.collector import shown_name
 from hpml_exporters.core.sampler import Samples
 from hpml_exporters.options import NodeOptions
-from hpml_exporters.training.metrics import OF_COUNTERS, OF_PARTS
+from hpml_exporters.training.collector import OF_COUNTERS, OF_PARTS
 from hpml_orchestrator.records.files import write_json
 
 _T = TypeVar("_T")

@@ -10,20 +10,523 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
+import fcntl
+import glob
 import json
+import mmap
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
-from hpml_orchestrator.bench.compute import measure_allreduce, measure_cpu, measure_gpu
-from hpml_orchestrator.bench.figures import ANSWER, Unmeasured, answer, cpu_model
-from hpml_orchestrator.bench.host import measure_files, measure_memory
+from hpml_orchestrator.diagnosis.models import bus_bandwidth
+from hpml_orchestrator.topology.model import parse_list
+
+if TYPE_CHECKING:
+    import torch
+
+# Figures of `hpml bench`: how the parts repeat, print and bind what they measure.
+
+MIB = 1 << 20
+REPEATS = 15
+LEAST_REPEATS = 3
+ANSWER = "hpml-bench: "
+"""Begins the lines of a part's output that are answers."""
+
+_SECONDS = 1.0  # for the repeats of one figure
+# The period of CPU quotas (Linux: cpu.max, 100 ms by default): a repeat that is shorter may pass
+# between two pauses, and the best ones would not show that the node is throttled.
+_REPEAT_SECONDS = 0.1
+_FIGURES_PARTS = 4
+
+
+Tracks = Sequence[Sequence[float]]
+
+
+class Unmeasured(Exception):  # noqa: N818 - not a fault
+    """A part cannot be measured here, though nothing is broken."""
+
+
+def answer(**fields: object) -> None:
+    """Print an answer at once, so that it counts even if the part hangs after it."""
+    sys.stdout.write(f"\n{ANSWER}{json.dumps(fields)}\n")
+    sys.stdout.flush()
+
+
+def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> None:
+    """Print a figure and its spread.
+
+    Other processes, hypervisors and interrupts only ever add time, so that the fastest repeats are
+    nearest to what the hardware can do, and differ less between runs than the median (Chen and
+    Revels 2016, "Robust benchmarking in noisy environments"; STREAM reports the fastest repeat as
+    well). The figure is the rate that a tenth of the repeats reach, since the very fastest ones
+    may fall between two pauses that a CPU quota causes, or gain while a neighbour pauses.
+
+    The spread is half of the range of the same estimate in the best three of four successive parts
+    of the repeats. It does not include the scatter of single repeats, nor one part that is lower;
+    it does include disturbance or throttling that lasts for half of the time.
+
+    Args:
+        name: of the figure.
+        tracks: rates of the repeats, in the order of time, for each thread that worked by itself
+            at the same time; the figure is their sum.
+        unit: of the rates.
+        ranks: that took part.
+    """
+    value = sum(map(_best_tenth, tracks))
+    parts = sorted(sum(map(_best_tenth, part)) for part in zip(*map(_parts, tracks)))  # noqa: B905
+    best = parts[-3:]
+    spread = (best[-1] - best[0]) / 2 / value
+    made = {"value": value, "unit": unit, "spread": round(spread, 5), "ranks": ranks}
+    answer(figures={name: made})
+
+
+def _best_tenth(rates: Sequence[float]) -> float:
+    return sorted(rates)[-1 - (len(rates) - 1) // 10]
+
+
+def _parts(rates: Sequence[float]) -> list[Sequence[float]]:
+    number = min(_FIGURES_PARTS, len(rates))
+    ends = [len(rates) * (index + 1) // number for index in range(number)]
+    return [rates[begin:end] for begin, end in zip([0, *ends], ends)]  # noqa: B905 - Python 3.9
+
+
+def repeated(work: Callable[[], object], amount: float, seconds: float = _SECONDS) -> list[float]:
+    """Return the rates of repeats, each of as many calls as fill the time of a repeat."""
+    work()  # warm up
+    rates: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(rates) < LEAST_REPEATS or time.perf_counter() < end:
+        calls, took, begin = 0, 0.0, time.perf_counter()
+        while took < _REPEAT_SECONDS:
+            work()
+            calls += 1
+            took = time.perf_counter() - begin
+        rates.append(amount * calls / took)
+    return rates
+
+
+def cpu_model() -> str:
+    """Return the model name of the processor."""
+    return _cpuinfo("model name") or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """Return the processor's feature flags, such as `avx512_bf16`."""
+    return set((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+def _cpuinfo(wanted: str) -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
+        for line in stream:
+            name, _, value = line.partition(":")
+            if name.strip() == wanted:
+                return " ".join(value.split())
+    return ""
+
+
+def domains() -> dict[int, list[int]]:
+    """Return the CPUs of each NUMA domain that this process may use, one per core."""
+    allowed, found = os.sched_getaffinity(0), {}
+    for path in glob.glob("/sys/devices/system/node/node[0-9]*/cpulist"):
+        number = int(os.path.basename(os.path.dirname(path))[4:])
+        with open(path, encoding="utf-8") as stream:
+            cpus = _one_per_core(allowed.intersection(parse_list(stream.read())))
+        if cpus:
+            found[number] = cpus
+    return dict(sorted(found.items())) or {0: _one_per_core(allowed)}
+
+
+def _one_per_core(cpus: set[int]) -> list[int]:
+    cores: dict[str, int] = {}
+    for cpu in sorted(cpus):
+        path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            with open(path, encoding="utf-8") as stream:
+                cores.setdefault(stream.read().strip(), cpu)
+        except OSError:
+            cores[str(cpu)] = cpu
+    return sorted(cores.values())
+
+
+# Measure memory, /dev/shm, the local disk and the shared file system, without PyTorch.
+
+_MEMORY_BYTES = 512 * MIB  # of a domain: far more than any cache
+_MEMORY_SECONDS, _DOMAIN_SECONDS = 6.0, 2.0  # for all domains, and at least for each
+_OPEN_SECONDS = 2.0
+_FILE_REPEATS = 7
+_FILE_BYTES = 64 * MIB  # of one repeat
+_BLOCK_BYTES = 4 * MIB
+_READERS = 4
+_SMALL_FILES, _SMALL_BYTES, _OPENERS = 512, 4096, 8
+_WRITE_SECONDS = 8
+
+
+def measure_memory() -> None:
+    """Copy memory with one thread per core of each domain; bytes read and written count."""
+    found = domains()
+    seconds = max(_DOMAIN_SECONDS, _MEMORY_SECONDS / len(found))
+    for number, cpus in found.items():
+        size = _MEMORY_BYTES // 2 // len(cpus) // 4096 * 4096
+        size = max(size, 2 * MIB)
+        gate = threading.Barrier(len(cpus) + 1)
+        loops = [0]
+
+        def copy(
+            cpu: int, size: int = size, gate: threading.Barrier = gate, loops: list[int] = loops
+        ) -> None:
+            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            pages = mmap.mmap(-1, 2 * size)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+            ctypes.memset(address, 1, 2 * size)  # the pages come from this thread's domain
+            while True:
+                gate.wait()
+                if not loops[0]:
+                    return
+                for _ in range(loops[0]):
+                    ctypes.memmove(address + size, address, size)  # without Python's lock
+                gate.wait()
+
+        threads = [threading.Thread(target=copy, args=(cpu,), daemon=True) for cpu in cpus]
+        for thread in threads:
+            thread.start()
+
+        def work(gate: threading.Barrier = gate, loops: list[int] = loops) -> None:
+            loops[0] = 2
+            gate.wait()
+            gate.wait()
+
+        rates = repeated(work, 2 * 2 * size * len(cpus), seconds)
+        loops[0] = 0
+        gate.wait()
+        for thread in threads:
+            thread.join()
+        figure(f"host.memory.domain{number}", [rates], "B/s")
+
+
+def measure_files(part: str, options: argparse.Namespace) -> None:
+    """Measure /dev/shm, the local disk, or the shared file system."""
+    nodes = int(os.environ.get("WORLD_SIZE", "1"))
+    directory = {"shm": options.shm, "disk": options.local}.get(part, options.shared)
+    if not directory:
+        raise Unmeasured("no directory was given")
+    kind = filesystem(directory)
+    if part == "disk" and kind in ("tmpfs", "ramfs"):
+        raise Unmeasured(f"{directory} is in memory ({kind})")
+    os.makedirs(directory, exist_ok=True)
+    ranks = nodes if part == "shared" else None
+    try:
+        measure_stream(part, directory, ranks)
+        if part == "shared":
+            measure_opens(directory, ranks)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Unmeasured(f"{error.strerror}: {directory}") from error
+        raise
+
+
+def filesystem(path: str) -> str:
+    """Return the type of the file system that a path is on."""
+    best, kind = "", ""
+    real = os.path.realpath(path)
+    with open("/proc/self/mounts", encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            words = line.split(" ")
+            point = words[1].replace("\\040", " ")
+            inside = real == point or real.startswith(f"{point.rstrip('/')}/")
+            if inside and len(point) >= len(best):
+                best, kind = point, words[2]
+    return kind
+
+
+def measure_stream(part: str, directory: str, ranks: int | None) -> None:
+    """Write a file, each repeat with fsync, and read it again past the page cache.
+
+    The file has no name while it is written: nothing is left of it, however this process ends.
+    """
+    about = os.statvfs(directory)
+    free = about.f_bavail * about.f_frsize
+    size = _FILE_BYTES * _FILE_REPEATS
+    if free < 2 * size:
+        raise Unmeasured(f"{free // MIB} MiB are free in {directory}; needs {2 * size // MIB}")
+    block = os.urandom(8 * MIB)
+    descriptor, path = tempfile.mkstemp(prefix="hpml-bench-", dir=directory)
+    os.unlink(path)
+    try:
+        writes, limit = [], time.perf_counter() + _WRITE_SECONDS
+        for _ in range(_FILE_REPEATS):
+            begin = time.perf_counter()
+            for _ in range(_FILE_BYTES // len(block)):
+                write_all(descriptor, block)
+            os.fsync(descriptor)
+            writes.append(_FILE_BYTES / (time.perf_counter() - begin))
+            if len(writes) >= LEAST_REPEATS and time.perf_counter() > limit:
+                break
+        figure(f"{part}.write", [writes], "B/s", ranks)
+        with DiskReader(descriptor) as reader:
+            rates = [reader.rate(repeat * _FILE_BYTES) for repeat in range(len(writes))]
+        figure(f"{part}.read", [rates], "B/s", ranks)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, block: bytes) -> None:
+    """Write a block completely; `os.write` may stop early."""
+    view = memoryview(block)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class DiskReader:
+    """Reads a file with several threads, with O_DIRECT if the file system has it."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        path = f"/proc/self/fd/{descriptor}"
+        self._buffers = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(_READERS)]
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                # Some file systems accept O_DIRECT at `open` and refuse it at the first read.
+                os.preadv(self._descriptor, self._buffers[:1], 0)
+            except OSError:
+                os.close(self._descriptor)
+                raise
+            return
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __enter__(self) -> DiskReader:  # noqa: PYI034 - Self is of Python 3.11
+        self._pool = ThreadPoolExecutor(_READERS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        os.close(self._descriptor)
+
+    def rate(self, offset: int) -> float:
+        """Return the bytes per second of one repeat's part of the file."""
+
+        def read(number: int) -> None:
+            for place in range(number, _FILE_BYTES // _BLOCK_BYTES, _READERS):
+                at = offset + place * _BLOCK_BYTES
+                got = os.preadv(self._descriptor, [self._buffers[number]], at)
+                if got != _BLOCK_BYTES:
+                    raise OSError(errno.EIO, f"read {got} bytes of {_BLOCK_BYTES}")
+
+        begin = time.perf_counter()
+        list(self._pool.map(read, range(_READERS)))
+        return _FILE_BYTES / (time.perf_counter() - begin)
+
+
+def measure_opens(directory: str, ranks: int | None) -> None:
+    """Open, read and close small files with several threads."""
+    made = tempfile.mkdtemp(prefix="hpml-bench-", dir=directory)
+    try:
+        paths = [os.path.join(made, f"{number}.bin") for number in range(_SMALL_FILES)]
+        block = os.urandom(_SMALL_BYTES)
+        for path in paths:
+            with open(path, "wb") as stream:
+                stream.write(block)
+
+        def read(path: str) -> None:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.read(descriptor, _SMALL_BYTES)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+        with ThreadPoolExecutor(_OPENERS) as pool:
+
+            def read_all() -> None:
+                list(pool.map(read, paths, chunksize=16))
+
+            rates = repeated(read_all, float(_SMALL_FILES), _OPEN_SECONDS)
+        figure("shared.opens", [rates], "1/s", ranks)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+# Measure processors, GPUs and all-reduce, all with PyTorch.
+
+_GPU_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+_ALLREDUCE_SECONDS = 12.0
+_CPU_SIZE = 1024  # of matrices: three of a core are 12 MiB
+_CPU_SECONDS = 6.0
+_AMPERE = 8  # the first architecture with bfloat16 and TF32
+
+
+def measure_cpu() -> None:
+    """Multiply matrices on all cores, on each by itself: a disturbed one does not stop the rest."""
+    import torch  # noqa: PLC0415 - nodes may lack it
+
+    cpus = [cpu for several in domains().values() for cpu in several]
+    native = bool(cpu_flags() & _BFLOAT16_FLAGS)  # else it is converted, and very slow
+    names = ("float32", "bfloat16") if native else ("float32",)
+    for name in names:
+        # All cores begin together: a core that computes alone runs at a higher clock.
+        gate = threading.Barrier(len(cpus))
+
+        def multiply(cpu: int, name: str = name, gate: threading.Barrier = gate) -> list[float]:
+            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            torch.set_num_threads(1)
+            shape = _CPU_SIZE, _CPU_SIZE
+            left, right = (torch.randn(*shape).to(getattr(torch, name)) for _ in range(2))
+            work = partial(torch.mm, left, right, out=torch.empty_like(left))
+            gate.wait()
+            return repeated(work, 2.0 * _CPU_SIZE**3, _CPU_SECONDS / len(names))
+
+        with ThreadPoolExecutor(len(cpus)) as pool:
+            figure(f"cpu.matmul.{name}", list(pool.map(multiply, cpus)), "FLOP/s")
+
+
+# --- GPUs
+
+
+def measure_gpu(index: int, shm: str) -> None:
+    """Measure one GPU: matrix products, its memory, and the link from the host."""
+    import torch  # noqa: PLC0415 - nodes may lack it
+
+    torch.cuda.set_device(index)
+    about = torch.cuda.get_device_properties(index)
+    is_hip = getattr(torch.version, "hip", None) is not None
+    modern = is_hip or about.major >= _AMPERE
+
+    def timed(work: Callable[[], object], amount: float) -> list[float]:
+        def many() -> None:
+            for _ in range(4):
+                work()
+            torch.cuda.synchronize()
+
+        return repeated(many, 4 * amount)
+
+    for name in _GPU_DTYPES:
+        if (name == "bfloat16" and not modern) or (name == "tf32" and (is_hip or not modern)):
+            continue
+        wide = name in ("float32", "float64")
+        size = 4096 if wide else 8192
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+        a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+        c = torch.empty_like(a)
+        rates = timed(partial(torch.mm, a, b, out=c), 2.0 * size**3)
+        figure(f"gpu{index}.matmul.{name}", [rates], "FLOP/s")
+    del a, b, c
+    torch.cuda.empty_cache()
+    size = int(min(1 << 30, about.total_memory // 8))
+    source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    figure(f"gpu{index}.memory", [timed(lambda: target.copy_(source), 2.0 * size)], "B/s")
+    with alone(shm):  # GPUs share links and the memory of the host
+        bound = gpu_domain(about)
+        pinned = []
+        for number, cpus in domains().items():
+            os.sched_setaffinity(0, cpus)
+            host = torch.zeros(256 * MIB, dtype=torch.uint8, pin_memory=True)
+            pinned.append(host)  # kept: freed memory would be used again, in the wrong domain
+            device = target[: 256 * MIB]
+            copy = partial(device.copy_, host, non_blocking=True)
+            rates = timed(copy, float(device.numel()))
+            name = "host_to_device" if number == bound or bound is None else "host_to_device_remote"
+            figure(f"gpu{index}.{name}", [rates], "B/s")
+            if bound is None:
+                break
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Run the body in one process of this node at a time."""
+    with open(os.path.join(directory or tempfile.gettempdir(), "link.lock"), "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def gpu_domain(about: object) -> int | None:
+    """Return the NUMA domain of a GPU; None if that is unknown, or this process may not use it."""
+    try:
+        domain, bus, slot = (getattr(about, f"pci_{one}_id") for one in ("domain", "bus", "device"))
+        place = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        with open(f"/sys/bus/pci/devices/{place}/numa_node", encoding="utf-8") as stream:
+            number = int(stream.read())
+    except (AttributeError, OSError, ValueError):
+        return None
+    # The kernel writes -1 if it does not know the domain, and that is in no list.
+    return number if number in domains() else None
+
+
+# --- all-reduce
+
+
+def measure_allreduce(part: str, options: argparse.Namespace) -> None:
+    """Measure all-reduce over sizes; rank 0 of each node prints the curve."""
+    import torch  # noqa: PLC0415 - nodes may lack it
+    from torch import distributed  # noqa: PLC0415 - torch is slow
+
+    rank, world, local = options.index, options.world, max(1, options.gpus)
+    on_gpu = bool(options.gpus)
+    device = torch.device("cuda", rank % local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=options.meet,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=25),
+    )
+    sizes = [4096, 65536, MIB, 16 * MIB, *([256 * MIB] if on_gpu else [])]
+    deadline = time.perf_counter() + _ALLREDUCE_SECONDS
+    curve: list[tuple[int, int, float]] = []
+    for size in sizes:
+        values = torch.ones(size // 4, device=device)
+        curve += [(world, size, took) for took in _allreduce_seconds(values, deadline)]
+    if rank % (world if part == "node" else local) == 0:
+        answer(curves={part: curve})
+        if curve and curve[-1][1] == sizes[-1]:  # smaller messages have lower rates
+            rates = [bus_bandwidth(*one) for one in curve if one[1] == sizes[-1]]
+            figure(f"{part}.allreduce", [rates], "B/s", ranks=world)
+    distributed.destroy_process_group()
+
+
+def _allreduce_seconds(values: torch.Tensor, deadline: float) -> list[float]:
+    """Return the seconds of an all-reduce, once per repeat; none after the deadline."""
+    import torch  # noqa: PLC0415 - nodes may lack it
+    from torch import distributed  # noqa: PLC0415 - torch is slow
+
+    def work() -> None:
+        distributed.all_reduce(values)
+        if values.is_cuda:
+            torch.cuda.synchronize()
+
+    work()
+    begin = time.perf_counter()
+    work()
+    once = max(time.perf_counter() - begin, 1e-6)
+    late = time.perf_counter() > deadline
+    agreed = torch.tensor([0 if late else max(1, min(200, int(0.1 / once)))], device=values.device)
+    distributed.broadcast(agreed, 0)  # all ranks make the same calls
+    calls, seconds = int(agreed), []
+    for _ in range(REPEATS if calls else 0):
+        distributed.barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        seconds.append((time.perf_counter() - begin) / calls)
+    return seconds
+
 
 _PARTS = {  # time limits in seconds
     "probe": 30,

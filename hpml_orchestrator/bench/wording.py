@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.bench.judge import BUSY
-from hpml_orchestrator.bench.results import Measurement, fits
+from hpml_orchestrator.bench.results import BUSY, Measurement, fits
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import rate_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.bench.judge import BenchVerdict, FigureComparison
+    from hpml_orchestrator.bench.results import BenchVerdict, FigureComparison
 
 HEADER = (
     "figure",

@@ -33,7 +33,7 @@ from hpml_orchestrator.records.units import MIB, parse_size_mib
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.prepare import load_job, resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.processes import memory_mb
-from hpml_orchestrator.sweeps.scaling import ProgramArguments, batch_argument
+from hpml_orchestrator.sweeps.plan import ProgramArguments, batch_argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

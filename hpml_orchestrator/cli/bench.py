@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.bench import job, judge, results, wording
-from hpml_orchestrator.bench.collect import clean_up, collect
+from hpml_orchestrator.bench import job, results, wording
+from hpml_orchestrator.bench.results import clean_up, collect
 from hpml_orchestrator.cli.common import (
     BackendOption,
     JsonOption,
@@ -150,7 +150,7 @@ def _report(
     stored, unreadable = results.read_all(directories, types=kinds) if kinds else ([], [])
     if damaged or unreadable:
         notice(f"warning: not readable: {first_few([str(p) for p in [*damaged, *unreadable]], 3)}")
-    verdict = judge.judge(measured, stored)
+    verdict = results.judge(measured, stored)
     kept = _keep(measured, directories) if measured else ""
     there = {made.node for made in measured}
     lost = [name for name in wanted.names if name not in there]
@@ -195,7 +195,7 @@ def _keep(measured: list[results.Measurement], directories: list[Path]) -> str:
 
 
 def _print(
-    measured: list[results.Measurement], verdict: judge.BenchVerdict, lost: list[str], kept: str
+    measured: list[results.Measurement], verdict: results.BenchVerdict, lost: list[str], kept: str
 ) -> None:
     for kind in dict.fromkeys(made.type for made in measured):
         same = [made for made in measured if made.type == kind]

@@ -20,7 +20,7 @@ from hpml_dashboards.serve import (
     PrometheusServerError,
     ViewerServer,
 )
-from hpml_exporters.web.address import split
+from hpml_exporters.web.config import split
 
 from hpml_orchestrator.cli.common import PrometheusAuthOption, chosen_site
 from hpml_orchestrator.cli.process import notice

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from hpml_exporters.catalogue import ALL
+from hpml_exporters.app import ALL
 from hpml_exporters.options import COLLECTORS, NodeOptions, Roots, check, cluster_name
-from hpml_exporters.slurm.commands import Commands
+from hpml_exporters.slurm.commands import Commands, TargetServer
+from hpml_exporters.slurm.commands import targets as targets_of
 from hpml_exporters.slurm.options import SlurmOptions
-from hpml_exporters.slurm.targets import TargetServer
-from hpml_exporters.slurm.targets import targets as targets_of
-from hpml_exporters.web.address import listen_on
-from hpml_exporters.web.config import WebConfig, read
+from hpml_exporters.web.config import WebConfig, listen_on, read
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory

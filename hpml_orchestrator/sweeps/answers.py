@@ -11,7 +11,7 @@ from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.sweeps import pareto, selection
+from hpml_orchestrator.sweeps import selection
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Setting, SweepFacts
 from hpml_orchestrator.sweeps.power import found_by, sensitivity
 from hpml_orchestrator.sweeps.quality import runs_text
@@ -45,7 +45,7 @@ _CAUSES = {
 def question(report: SweepFacts) -> str:
     """Return the question that the sweep asks, with the job's name."""
     if report.objectives:
-        return pareto.question(report)
+        return selection.question(report)
     job = report.name.removesuffix(f"-{report.mode}")
     tried = [one for one in report.settings if one.planned]
     scales = sorted({one.scale for one in tried if one.scale})
@@ -75,7 +75,7 @@ def answer(report: SweepFacts) -> Iterable[str]:
         return
     more: list[str] = []
     if report.objectives:
-        yield from pareto.answer(report)
+        yield from selection.answer(report)
         return
     if report.best is None:
         why = "all had more ranks than CPU cores" if report.scaling else "none has a figure"

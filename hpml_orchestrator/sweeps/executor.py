@@ -37,7 +37,6 @@ from hpml_orchestrator.runs.prepare import Rendered, ResolvedJob, load_job, rend
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script.render import leaves_out
-from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (
     NAMES,
     ParameterNames,
@@ -53,6 +52,7 @@ from hpml_orchestrator.sweeps.submitit_rank import (
     call_pickle,
     local_job_id,
 )
+from hpml_orchestrator.sweeps.table import max_array_size
 
 _MODULE = "hpml_orchestrator.sweeps.submitit_rank"
 _DEFAULTS = {"name": "submitit", "resources": {"time": "5", "ranks_per_node": 1}}

@@ -31,18 +31,16 @@ from hpml_orchestrator.scheduler.slurm.client import is_one_machine
 from hpml_orchestrator.sweeps.plan import (
     GIVEN,
     RESUMED,
+    SEED_ARGUMENTS,
     Point,
+    ProgramArguments,
     Shape,
     SweepEstimate,
     SweepPlan,
-    point_of,
-)
-from hpml_orchestrator.sweeps.scaling import (
-    SEED_ARGUMENTS,
-    ProgramArguments,
     base_batch,
     base_learning_rate,
     check_base,
+    point_of,
     scaled,
     with_batch,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hpml_orchestrator.sweeps import models
+from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.facts import FittedModel, SweepFacts
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS
 from hpml_orchestrator.sweeps.wording import scale_text
@@ -32,11 +32,11 @@ def fits_of(report: SweepFacts) -> Iterable[FittedModel]:
         rates = [1 / value for value in values] if strong else values
         notes = [f"scales count in units of {scale_text(unit, report.unit)}"] * (unit > 1)
         if strong:
-            fits = {"Amdahl": models.fit_amdahl(units, values, repeats)}
+            fits = {"Amdahl": statistics.fit_amdahl(units, values, repeats)}
         else:
-            fits = {"Gustafson": models.fit_gustafson(units, rates, repeats)}
+            fits = {"Gustafson": statistics.fit_gustafson(units, rates, repeats)}
         if len(compared) >= _SCALES_OF_USL:
-            fits["Universal Scalability Law"] = models.fit_usl(units, rates, repeats)
+            fits["Universal Scalability Law"] = statistics.fit_usl(units, rates, repeats)
         for name, fit in fits.items():
             base = fit.predict(report.baseline / unit)
             power = -1 if name == "Amdahl" else 1  # Amdahl's law gives seconds, the others rates
@@ -52,9 +52,9 @@ def fits_of(report: SweepFacts) -> Iterable[FittedModel]:
             )
 
 
-def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
+def _peak(fit: statistics.Fit, unit: int, noun: str) -> Iterable[str]:
     if "b" in fit.parameters:
-        peak = models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
+        peak = statistics.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
         limit = 2 * fit.largest_scale
         if peak <= limit:
             yield f"highest throughput at about {unit * peak:.0f} {noun}"
@@ -62,7 +62,7 @@ def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
             yield f"no peak up to {unit * limit:.0f} {noun}, twice the largest measured scale"
 
 
-def _limits(fit: models.Fit) -> Iterable[str]:
+def _limits(fit: statistics.Fit) -> Iterable[str]:
     if not all(one.interval for one in fit.parameters.values()):
         yield f"no 95 % CI: that takes {MIN_REPEATS} repeats"
     if fit.outliers:

@@ -19,7 +19,7 @@ from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.sweeps.facts import MEASURED, TIMED_OUT, MlperfResult, Setting, SweepFacts
 from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES, PointRow, is_time_to_target
-from hpml_orchestrator.sweeps.targets import times_to, until_end
+from hpml_orchestrator.sweeps.selection import times_to, until_end
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt

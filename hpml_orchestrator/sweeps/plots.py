@@ -32,8 +32,8 @@ from matplotlib.typing import ColorType
 from hpml_orchestrator import assets
 from hpml_orchestrator.diagnosis.templates import number
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, SweepFacts
+from hpml_orchestrator.sweeps.selection import times_to
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
-from hpml_orchestrator.sweeps.targets import times_to
 from hpml_orchestrator.sweeps.wording import axis_text, scale_text, value_text
 
 _FOLDER = assets.path("templates/report")

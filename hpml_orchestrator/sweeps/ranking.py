@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpml_orchestrator.sweeps import doubts, models, quality, statistics
+from hpml_orchestrator.sweeps import doubts, quality, statistics
 from hpml_orchestrator.sweeps.facts import PARTS, Difference, Setting, SweepFacts
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
@@ -81,9 +81,9 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
     ends, scale = speedup.interval, speedup.scale
     # The serial fraction falls as the speedup rises, so the ends of the interval swap.
     interval = ends and Interval(
-        models.karp_flatt(ends.high, scale), models.karp_flatt(ends.low, scale), ends.method
+        statistics.karp_flatt(ends.high, scale), statistics.karp_flatt(ends.low, scale), ends.method
     )
-    return Estimate(models.karp_flatt(speedup.value, scale), speedup.n, interval)
+    return Estimate(statistics.karp_flatt(speedup.value, scale), speedup.n, interval)
 
 
 def ranked(report: SweepFacts) -> SweepFacts:

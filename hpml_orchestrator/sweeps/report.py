@@ -23,7 +23,6 @@ from hpml_orchestrator.sweeps import (
     answers,
     doubts,
     notices,
-    pareto,
     ranking,
     selection,
     statistics,
@@ -47,8 +46,8 @@ from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.quality import qualities, with_divergence
 from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target, metric_name
+from hpml_orchestrator.sweeps.selection import aim_of, target_of
 from hpml_orchestrator.sweeps.statistics import Estimate
-from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
@@ -117,7 +116,7 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         communication=communication([row for row in ordered if _complete(row)]),
         objectives=plan.spec.search.objectives,
     )
-    report = pareto.with_front(report) if report.objectives else ranking.ranked(report)
+    report = selection.with_front(report) if report.objectives else ranking.ranked(report)
     report = replace(
         report,
         fits=tuple(fits_of(report)),
@@ -267,7 +266,7 @@ def _setting(
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        objectives=pareto.objectives(runs, plan.spec.search.objectives),
+        objectives=selection.objectives(runs, plan.spec.search.objectives),
         doubt="; ".join(filter(None, (timed_out, lost if is_third else ""))),
     )
 

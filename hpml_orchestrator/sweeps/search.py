@@ -36,7 +36,7 @@ from hpml_orchestrator.jobfile.sweep import MetricPattern, Range, Sweep
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan, point_of
 from hpml_orchestrator.sweeps.population import Axis, evolve, train_on, value_at
 from hpml_orchestrator.sweeps.rows import PointRow, is_time_to_target, objective
-from hpml_orchestrator.sweeps.targets import seconds_to_target
+from hpml_orchestrator.sweeps.selection import seconds_to_target
 
 STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""

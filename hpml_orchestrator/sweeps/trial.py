@@ -22,8 +22,16 @@ from hpml_orchestrator.jobfile.text import with_texts
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.apply import job_of_run, refuse_unchangeable
-from hpml_orchestrator.sweeps.plan import Point, Shape, SweepEstimate, SweepPlan, Trial
-from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, ProgramArguments, check_base
+from hpml_orchestrator.sweeps.plan import (
+    SEED_ARGUMENTS,
+    Point,
+    ProgramArguments,
+    Shape,
+    SweepEstimate,
+    SweepPlan,
+    Trial,
+    check_base,
+)
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
 from hpml_orchestrator.sweeps.wording import accuracy_text
 

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hpml_exporters.gpu.figures import Field, GpmMetric, NvmlCall
-from hpml_exporters.gpu.questions import Question
+from hpml_exporters.gpu.reader import Question
 from hpml_exporters.gpu.session import Session
 
 from deploy.gpusim.gpusim import Simulator, State, h100

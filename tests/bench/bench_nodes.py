@@ -20,11 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from hpml_orchestrator.bench.figures import ANSWER
 from hpml_orchestrator.bench.job import place_program
-from hpml_orchestrator.bench.judge import judge
-from hpml_orchestrator.bench.measure import foreign_seconds
-from hpml_orchestrator.bench.results import Measurement, Rate
+from hpml_orchestrator.bench.measure import ANSWER, foreign_seconds
+from hpml_orchestrator.bench.results import Measurement, Rate, judge
 from hpml_orchestrator.records.texts import rate_text
 
 QUOTA = 0.9

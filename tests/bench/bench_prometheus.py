@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hpml_exporters.catalogue import ALL
+from hpml_exporters.app import ALL
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

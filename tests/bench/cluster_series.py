@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from hpml_exporters.catalogue import ALL
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.app import ALL
+from hpml_exporters.core.collector import MetricSpec
 
 CLUSTER = "main"
 GPUS = 8

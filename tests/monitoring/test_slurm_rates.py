@@ -8,9 +8,8 @@ from urllib.request import urlopen
 import pytest
 from hpml_exporters.app import ExporterPages
 from hpml_exporters.core.sampler import CollectorSource, Sampler
-from hpml_exporters.slurm.collector import SlurmCollector
-from hpml_exporters.slurm.metrics import SPECS, STATISTICS
-from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
+from hpml_exporters.slurm.collector import SPECS, STATISTICS, SlurmCollector
+from hpml_exporters.slurm.commands import ClusterNode, QueueRow, Reservation, View
 from hpml_exporters.web.server import Server
 
 from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static

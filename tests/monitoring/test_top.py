@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hpml_exporters.catalogue import ALL
+from hpml_exporters.app import ALL
 
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.live import LiveJobs

@@ -16,9 +16,18 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError, StaleError
-from hpml_exporters.core.metric import Family, MetricSpec, series_count
-from hpml_exporters.core.selfmetrics import CollectorState, Outcome, self_families
+from hpml_exporters.core.collector import (
+    Collector,
+    CollectorState,
+    DriverLostError,
+    Family,
+    MetricSpec,
+    NotHereError,
+    Outcome,
+    StaleError,
+    self_families,
+    series_count,
+)
 
 _LOG = logging.getLogger(__name__)
 _WARNED_AGAIN_SECONDS = 3600.0

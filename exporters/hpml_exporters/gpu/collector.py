@@ -10,14 +10,12 @@ from itertools import chain
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import DriverLostError, NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row
+from hpml_exporters.core.collector import DriverLostError, MetricSpec, NotHereError, Row
 from hpml_exporters.gpu import figures as gpu
-from hpml_exporters.gpu.devices import GpuDevice, gpus_on_bus
+from hpml_exporters.gpu.devices import GpuDevice, GpuLostError, gpus_on_bus
 from hpml_exporters.gpu.events import XidLog
 from hpml_exporters.gpu.figures import Series
 from hpml_exporters.gpu.jobs import Processes, job_families, process_families, resolve
-from hpml_exporters.gpu.nvml import GpuLostError
 from hpml_exporters.gpu.reader import History
 from hpml_exporters.gpu.session import Session
 from hpml_exporters.jobs.board import Jobs, JobsBoard

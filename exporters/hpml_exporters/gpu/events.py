@@ -11,9 +11,8 @@ from typing import NamedTuple
 from prometheus_client.core import Metric
 
 from hpml_exporters.core import procfs
-from hpml_exporters.gpu.devices import GpuDevice
+from hpml_exporters.gpu.devices import SUCCESS, GpuDevice, Nvml
 from hpml_exporters.gpu.figures import XID_ERRORS, XID_LAST
-from hpml_exporters.gpu.nvml import SUCCESS, Nvml
 from hpml_exporters.options import Roots
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json, write_json

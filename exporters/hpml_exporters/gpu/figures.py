@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, Protocol
 
-from hpml_exporters.core.metric import MetricSpec, metric
+from hpml_exporters.core.collector import MetricSpec, metric
 
 Series = tuple[str, tuple[str, ...]]
 """Name of the metric, and values of its labels after `uuid`."""

@@ -8,10 +8,17 @@ from collections.abc import Set as AbstractSet
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import MetricSpec, Row
+from hpml_exporters.core.collector import MetricSpec, Row
 from hpml_exporters.gpu import figures as gpu
-from hpml_exporters.gpu.devices import GpuDevice, pci_address
-from hpml_exporters.gpu.nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
+from hpml_exporters.gpu.devices import (
+    INSUFFICIENT_SIZE,
+    UNSUPPORTED,
+    GpuDevice,
+    Nvml,
+    check,
+    code_of,
+    pci_address,
+)
 from hpml_exporters.jobs.board import JobFacts, Jobs
 
 Processes = Mapping[str, Mapping[int, int | None] | None]

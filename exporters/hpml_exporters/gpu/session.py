@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpml_exporters.gpu.devices import GpuDevice, KnownGpu, discover
+from hpml_exporters.gpu.devices import GpuDevice, GpuLostError, KnownGpu, Nvml, discover
 from hpml_exporters.gpu.events import XidEvents
 from hpml_exporters.gpu.jobs import processes_of
-from hpml_exporters.gpu.nvml import GpuLostError, Nvml
 from hpml_exporters.gpu.reader import History, Reader
 
 

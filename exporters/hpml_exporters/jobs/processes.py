@@ -15,14 +15,14 @@ from typing import NamedTuple
 from prometheus_client.core import Metric
 
 from hpml_exporters.core import procfs
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.jobs import metrics
+from hpml_exporters.core.collector import MetricSpec, Row, families
+from hpml_exporters.jobs import collector
 from hpml_exporters.jobs.board import JobSeen
-from hpml_exporters.jobs.usage import counts_cpu, counts_memory
+from hpml_exporters.jobs.collector import counts_cpu, counts_memory
 from hpml_exporters.options import Context
 
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
-_IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
+_IO = (collector.IO_SYSCALL_READ, collector.IO_SYSCALL_WRITE, collector.IO_READ, collector.IO_WRITE)
 _NO_IO = (0,) * len(_IO)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -139,7 +139,7 @@ class ProcessesCollector:
     """
 
     name = "processes"
-    specs: Sequence[MetricSpec] = metrics.PROCESS_SPECS
+    specs: Sequence[MetricSpec] = collector.PROCESS_SPECS
 
     def __init__(self, context: Context, budget: float = _BUDGET_SECONDS) -> None:
         self.interval = context.options.process_interval
@@ -316,16 +316,16 @@ def _measure(
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:
-        rows[metrics.UNREADABLE].append((label, unreadable))
+        rows[collector.UNREADABLE].append((label, unreadable))
     elif job.has_io:
         for spec, value in zip(_IO, io, strict=True):
             rows[spec].append((label, value))
     if known:
         threads = sum(one.stat.threads for one in known.values())
-        rows[metrics.THREADS].append((label, threads))
+        rows[collector.THREADS].append((label, threads))
     if job.has_cpu:
         for mode, ticks in (("user", user), ("system", system)):
-            rows[metrics.CPU_SECONDS].append(((*label, mode), ticks / _TICKS))
+            rows[collector.CPU_SECONDS].append(((*label, mode), ticks / _TICKS))
     sizes = [one.anonymous * one.own_share for one in known.values() if one.anonymous is not None]
     if sizes:
-        rows[metrics.MEMORY].append(((*label, "rss"), round(sum(sizes))))
+        rows[collector.MEMORY].append(((*label, "rss"), round(sum(sizes))))

@@ -16,8 +16,7 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Row, families, metric
 from hpml_exporters.core.procfs import read
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.mounts import Mount, parse_mounts

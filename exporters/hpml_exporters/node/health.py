@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Row, families, metric
 from hpml_exporters.core.procfs import process_ids, read_or_empty, stat, text
 from hpml_exporters.node.disks import local_mounts
 from hpml_exporters.options import Context

@@ -21,8 +21,7 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, families, metric
 from hpml_exporters.core.procfs import read
 from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context

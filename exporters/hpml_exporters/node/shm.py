@@ -33,8 +33,7 @@ from itertools import islice
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Row, families, metric
 from hpml_exporters.jobs.board import Jobs
 from hpml_exporters.options import Context
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from hpml_exporters.core.metric import MetricSpec, Row
+from hpml_exporters.core.collector import MetricSpec, Row
 
 Part: TypeAlias = tuple[tuple[str, ...], Hashable, Sequence[float]]
 """What one mount counted: labels of its sum, what identifies the mount, its counters by column."""

@@ -10,14 +10,108 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import StaleError
-from hpml_exporters.core.metric import Histogram, MetricSpec, Row, families
-from hpml_exporters.slurm import metrics as m
-from hpml_exporters.slurm.view import ENDED, ClusterNode, QueueRow, View
+from hpml_exporters.core.collector import (
+    Histogram,
+    MetricSpec,
+    MetricType,
+    Row,
+    StaleError,
+    families,
+)
+from hpml_exporters.slurm.commands import ENDED, ClusterNode, QueueRow, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 
 if TYPE_CHECKING:
-    from hpml_exporters.slurm.view import ViewSource
+    from hpml_exporters.slurm.commands import ViewSource
+
+# The metrics of a cluster, with what each means.
+
+_UNITS = ("seconds", "bytes", "ratio")
+_TYPES: dict[str, MetricType] = {"total": "counter", "info": "info"}
+
+
+def _spec(
+    source: str, name: str, labels: str, text: str, kind: MetricType | None = None
+) -> MetricSpec:
+    end = name.rpartition("_")[2]
+    unit = end if end in _UNITS else ""
+    kind = kind or _TYPES.get(end, "gauge")
+    return MetricSpec(f"hpml_slurm_{name}", kind, text, tuple(labels.split()), unit, source)
+
+
+_OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
+
+AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
+
+QUEUE = _spec(
+    *(_SQUEUE, "queue_jobs", "state reason"),
+    "Jobs that have not ended, each once, and why pending ones wait.",
+)
+JOBS = _spec(
+    *(_SQUEUE, "jobs", "state partition qos"),
+    "Jobs that have not ended; one that waits in several partitions counts in each.",
+)
+REASONS = _spec(
+    *(_SQUEUE, "jobs_pending", "partition reason"),
+    "Pending jobs by the reason that Slurm gives; those of several partitions count in each.",
+)
+USER_JOBS = _spec(
+    _SQUEUE, "user_jobs", "user state", "Jobs of a user that have not ended (--users)."
+)
+ENDED_JOBS = _spec(_SQUEUE, "jobs_ended_total", "partition state", "Jobs that ended.")
+WAIT = _spec(
+    *(_SQUEUE, "job_wait_seconds", "partition"),
+    "Time from being eligible to the start, of jobs that started.",
+    "histogram",
+)
+
+NODES = _spec(_SINFO, "nodes", "state", "Nodes by state.")
+REASON = _spec(
+    *(_SINFO, "node_reason_info", "node state reason"),
+    "Nodes that are away (down, drained, maintenance, rebooting, powered_down) or have a reason.",
+)
+CPUS = _spec(_SINFO, "cpus", "state", "CPUs: allocated; else idle, powered_down or down.")
+GPUS = _spec(_SINFO, "gpus", "type state", "GPUs: allocated; else idle, powered_down or down.")
+PARTITION_GPUS = _spec(
+    _SINFO, "partition_gpus", "partition type state", "GPUs of a partition's nodes."
+)
+NODE_GPUS = _spec(_SINFO, "node_gpus", "node", "GPUs of a node by its Gres in slurm.conf.")
+
+LICENSES = _spec(_SCONTROL, "licenses", "license", "Licences that there are.")
+LICENSES_USED = _spec(_SCONTROL, "licenses_used", "license", "Licences in use.")
+RESERVATION_NODES = _spec(
+    _SCONTROL, "reservation_nodes", "reservation state", "Nodes of a reservation."
+)
+RESERVATION_START = _spec(
+    *(_SCONTROL, "reservation_start_timestamp_seconds", "reservation"),
+    "When a reservation begins.",
+)
+RESERVATION_END = _spec(
+    _SCONTROL, "reservation_end_timestamp_seconds", "reservation", "When a reservation ends."
+)
+FAIRSHARE = _spec(
+    *("sshare", "user_fairshare_ratio", "account user"),
+    "Fairshare factor of a user, 0 to 1 (--users).",
+)
+
+STATISTICS = {
+    statistic: _spec("sdiag", f"scheduler_{name}", "", text)
+    for statistic, name, text in (
+        ("server_thread_count", "threads", "Threads of slurmctld."),
+        ("agent_queue_size", "agent_queue", "Messages that wait to be sent."),
+        ("dbd_agent_queue_size", "dbd_queue", "Messages that wait for slurmdbd."),
+        ("schedule_cycle_last", "cycle_seconds", "Length of the last main cycle."),
+        ("backfill_cycle_last", "backfill_cycle_seconds", "Length of the last backfill."),
+    )
+}
+"""Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
+
+SPECS: tuple[MetricSpec, ...] = (
+    *(AGE, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
+    *(GPUS, PARTITION_GPUS, NODE_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES),
+    *(RESERVATION_START, RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
+)
+
 
 INTERVAL_MIN = 30.0
 """Seconds between two refreshes, at least: each asks the controller for the whole queue."""
@@ -38,7 +132,7 @@ class SlurmCollector:
     """The cluster as a collector: `sample` asks Slurm, a scrape shows the latest answer."""
 
     name = "slurm"
-    specs: Sequence[MetricSpec] = m.SPECS
+    specs: Sequence[MetricSpec] = SPECS
 
     def __init__(
         self,
@@ -86,7 +180,7 @@ class SlurmCollector:
         jobs = list(view.jobs)
         self._history.note(jobs)
         rows = self._job_rows(jobs) | self._history.rows()
-        rows[m.AGE] = [((), time.time())]
+        rows[AGE] = [((), time.time())]
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
 
     def _job_rows(self, jobs: list[QueueRow]) -> _Rows:
@@ -106,10 +200,10 @@ class SlurmCollector:
             if self._users:
                 users[job.user, state] += job.tasks
         return {
-            m.QUEUE: queue.items(),
-            m.JOBS: states.items(),
-            m.REASONS: reasons.items(),
-            m.USER_JOBS: _capped(users).items(),
+            QUEUE: queue.items(),
+            JOBS: states.items(),
+            REASONS: reasons.items(),
+            USER_JOBS: _capped(users).items(),
         }
 
 
@@ -146,8 +240,8 @@ class _History:
     def rows(self) -> _Rows:
         """Return what was counted since the exporter's start."""
         return {
-            m.ENDED_JOBS: self._ended.items(),
-            m.WAIT: [((name,), times.histogram()) for name, times in self._waited.items()],
+            ENDED_JOBS: self._ended.items(),
+            WAIT: [((name,), times.histogram()) for name, times in self._waited.items()],
         }
 
 
@@ -182,20 +276,20 @@ def _node_rows(nodes: Iterable[ClusterNode]) -> _Rows:
     counts: dict[MetricSpec, _Counts] = defaultdict(Counter)
     reasons: list[Row] = []
     for node in nodes:
-        counts[m.NODES][(node.state,)] += 1
+        counts[NODES][(node.state,)] += 1
         rest = node.free_state
-        counts[m.CPUS][("allocated",)] += node.cpus_allocated
-        counts[m.CPUS][(rest,)] += max(node.cpus - node.cpus_allocated, 0)
+        counts[CPUS][("allocated",)] += node.cpus_allocated
+        counts[CPUS][(rest,)] += max(node.cpus - node.cpus_allocated, 0)
         if node.gpus:
-            counts[m.NODE_GPUS][(node.name,)] = sum(node.gpus.values())
+            counts[NODE_GPUS][(node.name,)] = sum(node.gpus.values())
         for kind, (total, allocated) in _by_type(node).items():
             for state, amount in (("allocated", allocated), (rest, max(total - allocated, 0))):
-                counts[m.GPUS][kind, state] += amount
+                counts[GPUS][kind, state] += amount
                 for partition in node.partitions:
-                    counts[m.PARTITION_GPUS][partition, kind, state] += amount
+                    counts[PARTITION_GPUS][partition, kind, state] += amount
         if node.reason or node.state in _AWAY:
             reasons.append(((node.name, node.state, node.reason), 1))
-    return {**{spec: found.items() for spec, found in counts.items()}, m.REASON: reasons}
+    return {**{spec: found.items() for spec, found in counts.items()}, REASON: reasons}
 
 
 def _by_type(node: ClusterNode) -> dict[str, tuple[int, int]]:
@@ -214,14 +308,14 @@ def _by_type(node: ClusterNode) -> dict[str, tuple[int, int]]:
 
 def _other_rows(view: View) -> _Rows:
     rows: _Rows = {
-        m.LICENSES: [((name,), total) for name, (total, _) in view.licenses.items()],
-        m.LICENSES_USED: [((name,), used) for name, (_, used) in view.licenses.items()],
-        m.RESERVATION_NODES: [((one.name, one.state), one.nodes) for one in view.reservations],
-        m.RESERVATION_START: [((one.name,), one.start) for one in view.reservations if one.start],
-        m.RESERVATION_END: [((one.name,), one.end) for one in view.reservations if one.end],
-        m.FAIRSHARE: view.user_shares.items(),
+        LICENSES: [((name,), total) for name, (total, _) in view.licenses.items()],
+        LICENSES_USED: [((name,), used) for name, (_, used) in view.licenses.items()],
+        RESERVATION_NODES: [((one.name, one.state), one.nodes) for one in view.reservations],
+        RESERVATION_START: [((one.name,), one.start) for one in view.reservations if one.start],
+        RESERVATION_END: [((one.name,), one.end) for one in view.reservations if one.end],
+        FAIRSHARE: view.user_shares.items(),
     }
     for name, value in view.statistics.items():
-        spec = m.STATISTICS[name]
+        spec = STATISTICS[name]
         rows[spec] = [((), value * _MICROSECOND if spec.unit == "seconds" else value)]
     return rows

@@ -5,15 +5,22 @@ No field of free text but a node's reason is read, which comes last.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
+from threading import Lock
+from typing import NamedTuple, Protocol, TypeAlias
 
-from hpml_exporters.slurm.view import ClusterNode, QueueRow, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.units import read_gres
+from hpml_orchestrator.scheduler.cluster import node_state, takes_jobs
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.client import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.records import (
@@ -22,6 +29,111 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_rows,
     parse_time,
 )
+
+# What is read of a cluster at one moment, whichever source it came from.
+
+ENDED = frozenset(
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+    "PREEMPTED RECONFIG_FAIL REVOKED TIMEOUT".split()
+)
+"""States of jobs that have ended, as squeue names them."""
+
+
+class QueueRow(NamedTuple):
+    """One row of the queue: a job, an array task, or all pending tasks of an array.
+
+    Attributes:
+        id: `25`, `25_3` or `25_[4-9]`.
+        partitions: where it waits, or where it runs.
+        tasks: jobs in this row.
+        eligible, start, end: seconds since the epoch; 0 if it has none yet.
+    """
+
+    id: str
+    state: str
+    reason: str
+    partitions: tuple[str, ...]
+    qos: str
+    user: str
+    tasks: int
+    eligible: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """One node with its total and allocated resources; GPUs by type."""
+
+    name: str
+    address: str
+    states: frozenset[str]
+    reason: str
+    partitions: tuple[str, ...]
+    cpus: int
+    cpus_allocated: int
+    gpus: Mapping[str, int]
+    gpus_allocated: Mapping[str, int]
+
+    @property
+    def state(self) -> str:
+        """The one word for its states; see `node_state`."""
+        return node_state(self.states)
+
+    @property
+    def free_state(self) -> str:
+        """What its CPUs and GPUs are that no job has; Slurm starts nodes that it powered down."""
+        if self.usable:
+            return "idle"
+        return "powered_down" if self.state == "powered_down" else "down"
+
+    @property
+    def usable(self) -> bool:
+        """Whether idle resources of this node can be allocated now."""
+        return takes_jobs(self.states)
+
+
+class Reservation(NamedTuple):
+    """A reservation; times in seconds since the epoch, 0 if unknown."""
+
+    name: str
+    state: str
+    nodes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A cluster at one moment.
+
+    Attributes:
+        statistics: numbers of sdiag by the attribute of a pyslurm.slurmctld.Statistics.
+        licenses: total and used by name.
+        user_shares: the fairshare factor by (account, user).
+    """
+
+    jobs: Iterable[QueueRow]
+    nodes: Iterable[ClusterNode]
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    licenses: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    reservations: tuple[Reservation, ...] = ()
+    user_shares: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+class ViewSource(Protocol):
+    """Where views come from."""
+
+    name: str
+
+    def read(self) -> View:
+        """Ask Slurm once.
+
+        Raises:
+            SchedulerUnavailable: it gave no usable answer.
+        """
+        ...
+
 
 _LOG = logging.getLogger(__name__)
 _UNIT, _RECORD = "\x1f", "\x1e"
@@ -265,3 +377,94 @@ def _fairshares(text: str) -> dict[tuple[str, str], float]:
         for row in rows
         if row["User"] and _DECIMAL.fullmatch(row["FairShare"])
     }
+
+
+# The node exporters of a cluster as Prometheus' file_sd and http_sd want them.
+
+_CACHE_SECONDS = 60.0
+_CLIENT_SECONDS = 10.0
+_AWAY = frozenset({"down", "drained", "powered_down"})
+
+
+def targets(nodes: Iterable[ClusterNode], port: int, *, only_up: bool = False) -> str:
+    """Return JSON with a target per node and its labels.
+
+    Args:
+        nodes: of the cluster.
+        port: of the node exporters.
+        only_up: leave out nodes that are down, drained or powered down.
+    """
+    groups = [
+        {
+            "targets": [f"{node.address or node.name}:{port}"],
+            "labels": {
+                "node": node.name,
+                "__meta_slurm_state": node.state,
+                "__meta_slurm_partitions": f",{','.join(node.partitions)},",
+                "__meta_slurm_gpu_types": f",{','.join(sorted(filter(None, node.gpus)))},",
+                "__meta_slurm_gpus": str(sum(node.gpus.values())),
+            },
+        }
+        for node in nodes
+        if not (only_up and node.state in _AWAY)
+    ]
+    return json.dumps(groups, indent=1) + "\n"
+
+
+class TargetServer(ThreadingHTTPServer):
+    """Answers /targets for http_sd; Slurm is asked at most once a minute."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket, source: Commands, port: int, *, only_up: bool) -> None:
+        """Serve on a socket that listens; see `targets` for the other arguments."""
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self._source, self._port, self._only_up = source, port, only_up
+        self._lock = Lock()
+        self._body = b""
+        self._due = 0.0
+
+    def body(self) -> bytes:
+        """Return the list of targets; the previous one while Slurm does not answer.
+
+        Raises:
+            SchedulerUnavailable: Slurm gave none yet.
+        """
+        with self._lock:
+            # Asked under the lock: however many clients come at once, Slurm gets one request.
+            if time.monotonic() >= self._due:
+                try:
+                    text = targets(self._source.nodes(), self._port, only_up=self._only_up)
+                    self._body = text.encode("utf-8", "replace")
+                except SchedulerUnavailable:
+                    if not self._body:
+                        raise
+                # After a failure too: a controller in trouble is not asked more often.
+                self._due = time.monotonic() + _CACHE_SECONDS
+            return self._body
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: TargetServer
+    timeout = _CLIENT_SECONDS
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/targets":
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            body = self.server.body()
+        except SchedulerUnavailable as error:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as http.server's
+        pass

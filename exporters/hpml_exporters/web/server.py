@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.exposition import gzip_accepted
 
-from hpml_exporters.web.address import listen_on
+from hpml_exporters.web.config import listen_on
 from hpml_orchestrator.errors import InputError, extra_hint
 
 if TYPE_CHECKING:

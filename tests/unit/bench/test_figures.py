@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpml_orchestrator.bench.figures import ANSWER, figure, repeated
-from hpml_orchestrator.bench.judge import UNCERTAIN, judge
-from hpml_orchestrator.bench.results import Measurement, Rate
+from hpml_orchestrator.bench.measure import ANSWER, figure, repeated
+from hpml_orchestrator.bench.results import UNCERTAIN, Measurement, Rate, judge
 
 # GFLOP/s of each of two cores and GB/s of both, of repeats of 0.1 s in their order, as measure_cpu
 # and measure_memory took them on a virtual machine with two CPUs.
@@ -103,7 +102,7 @@ def test_a_cpu_quota_of_nine_tenths_is_named(
             now, left = now + step + 1e-9, left - step
 
     monkeypatch.setattr(
-        "hpml_orchestrator.bench.figures.time", SimpleNamespace(perf_counter=lambda: now)
+        "hpml_orchestrator.bench.measure.time", SimpleNamespace(perf_counter=lambda: now)
     )
     healthy = made([repeated(work, 1.0, 8.0)])
     again = made([repeated(work, 1.0, 8.0)])

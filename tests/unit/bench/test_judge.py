@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.bench.judge import judge
 from hpml_orchestrator.bench.results import (
     BenchGpu,
     Measurement,
@@ -19,6 +18,7 @@ from hpml_orchestrator.bench.results import (
     Rate,
     directories_of,
     fits,
+    judge,
     keep,
     node_type,
     parse,

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.bench.collect import clean_up, collect
 from hpml_orchestrator.bench.job import place_program
+from hpml_orchestrator.bench.results import clean_up, collect
 from tests import patience
 
 HOST = {

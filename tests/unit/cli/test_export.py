@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hpml_exporters.catalogue import ALL
+from hpml_exporters.app import ALL
 from hpml_exporters.options import NodeOptions, Roots
 
 from tests.patience import eventually

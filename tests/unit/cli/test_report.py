@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.bench.figures import cpu_model
+from hpml_orchestrator.bench.measure import cpu_model
 from hpml_orchestrator.bench.results import Measurement, Rate, keep
 from tests.unit.cli.support import Hpml, Shell
 

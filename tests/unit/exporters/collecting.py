@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.collector import MetricSpec
 from hpml_exporters.core.sampler import CollectorSource
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families

@@ -32,7 +32,7 @@ OWN = """
 import sys, time
 from hpml_exporters.app import run
 from hpml_exporters.core import sampler
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.collector import MetricSpec
 from hpml_exporters.options import NodeOptions
 from tests.unit.exporters.collecting import Probe
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.catalogue import ALL, page
-from hpml_exporters.core.metric import Histogram, MetricSpec
+from hpml_exporters.app import ALL, page
+from hpml_exporters.core.collector import Histogram, MetricSpec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition, parser

@@ -15,10 +15,15 @@ from typing import Any
 import pytest
 from hpml_exporters.app import ExporterPages
 from hpml_exporters.core import sampler as sampler_module
-from hpml_exporters.core.collector import DriverLostError, NotHereError, StaleError
-from hpml_exporters.core.metric import Histogram, MetricSpec
+from hpml_exporters.core.collector import (
+    SPECS,
+    DriverLostError,
+    Histogram,
+    MetricSpec,
+    NotHereError,
+    StaleError,
+)
 from hpml_exporters.core.sampler import CollectorSource, Pauses, Sampler, next_due
-from hpml_exporters.core.selfmetrics import SPECS
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 

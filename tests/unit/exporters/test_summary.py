@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.catalogue import ALL
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.app import ALL
+from hpml_exporters.core.collector import MetricSpec
 from hpml_exporters.core.sampler import Samples
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import NodeOptions

@@ -16,8 +16,8 @@ import pytest
 from numpy.random import Generator
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.sweeps import models, statistics
-from hpml_orchestrator.sweeps.models import Fit
+from hpml_orchestrator.sweeps import statistics
+from hpml_orchestrator.sweeps.statistics import Fit
 
 SIMULATIONS = 3_000 if os.environ.get("HPML_LONG") == "1" else 100
 MARGIN = 2 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
@@ -26,10 +26,10 @@ MARGIN = 2 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
 @pytest.mark.parametrize(
     ("function", "arguments", "expected"),
     [
-        (models.usl_peak, (0.0277285, 0.0001044), 96.5),  # SPEC SDM 91 in R's package usl
-        (models.usl_peak, (0.1, 0), math.inf),
-        (models.karp_flatt, (1 / (0.03 + 0.97 / 12), 12), 0.03),
-        (models.karp_flatt, (5, 4), -1 / 15),  # superlinear
+        (statistics.usl_peak, (0.0277285, 0.0001044), 96.5),  # SPEC SDM 91 in R's package usl
+        (statistics.usl_peak, (0.1, 0), math.inf),
+        (statistics.karp_flatt, (1 / (0.03 + 0.97 / 12), 12), 0.03),
+        (statistics.karp_flatt, (5, 4), -1 / 15),  # superlinear
     ],
 )
 def test_closed_forms(
@@ -43,8 +43,8 @@ def test_karp_flatt() -> None:
     """The two programs of Quinn 2003, section 7.5, on 2 to 8 processors."""
     serial, overhead = [1.82, 2.50, 3.08, 3.57, 4.00, 4.38, 4.71], [1.87, 2.61, 3.23, 3.73, 4.14]
     for processors, speedup in enumerate(serial, start=2):
-        assert models.karp_flatt(speedup, processors) == pytest.approx(0.1, abs=0.0015)
-    fractions = [models.karp_flatt(speedup, p) for p, speedup in enumerate(overhead, start=2)]
+        assert statistics.karp_flatt(speedup, processors) == pytest.approx(0.1, abs=0.0015)
+    fractions = [statistics.karp_flatt(speedup, p) for p, speedup in enumerate(overhead, start=2)]
     assert fractions == pytest.approx([0.070, 0.075, 0.080, 0.085, 0.090], abs=0.0015)
 
 
@@ -52,14 +52,14 @@ def strong_runs(rng: Generator) -> Fit:
     """12 s of serial work and 960 tasks of 0.1 s each, dealt out to the ranks: f = 1/9."""
     scales = [1, 2, 4, 8, 16] * 6
     seconds = [12 + 0.1 * max(len(range(rank, 960, p)) for rank in range(p)) for p in scales]
-    return models.fit_amdahl(scales, noisy(seconds, rng))
+    return statistics.fit_amdahl(scales, noisy(seconds, rng))
 
 
 def weak_runs(rng: Generator) -> Fit:
     """Each rank's batch of 64 takes 0.5 s, of which 0.05 s are work that only one rank does."""
     scales = [1, 2, 4, 8, 16] * 6
     rates = [(64 * 0.1 + sum(64 * 0.9 for _rank in range(p))) / 0.5 for p in scales]
-    return models.fit_gustafson(scales, noisy(rates, rng))
+    return statistics.fit_gustafson(scales, noisy(rates, rng))
 
 
 def contended_runs(rng: Generator) -> Fit:
@@ -67,7 +67,7 @@ def contended_runs(rng: Generator) -> Fit:
     scales = [1, 2, 4, 8, 16, 32, 64] * 6
     milliseconds = [10 + 0.3 * (n - 1) + 0.002 * n * (n - 1) for n in scales]
     rates = [1000 * n / each for n, each in zip(scales, milliseconds, strict=True)]
-    return models.fit_usl(scales, noisy(rates, rng))
+    return statistics.fit_usl(scales, noisy(rates, rng))
 
 
 def noisy(values: list[float], rng: Generator) -> list[float]:
@@ -119,36 +119,36 @@ def test_a_curve_that_misses_the_scales_by_more_than_their_scatter_lacks_fit(
     scales = [1, 2, 4, 8] * 6
     seconds = [100 / p + 1 * p for p in scales]
     off = [second * math.exp(scatter * rng.standard_normal()) for second in seconds]
-    fit = models.fit_amdahl(scales, off)
+    fit = statistics.fit_amdahl(scales, off)
     assert fit.residual < 0.1  # which was the limit of a good fit
     assert fit.lack_of_fit is not None
     assert fit.lack_of_fit < 0.01
-    exact = models.fit_amdahl(scales, [12 + 88 / p for p in scales])
+    exact = statistics.fit_amdahl(scales, [12 + 88 / p for p in scales])
     assert exact.lack_of_fit == 1
-    assert models.fit_amdahl(scales[:4], off[:4]).lack_of_fit is None
+    assert statistics.fit_amdahl(scales[:4], off[:4]).lack_of_fit is None
 
 
 def test_usl_of_published_data() -> None:
     """Two data sets of R's package usl: one exact, one measured (SPEC SDM 91)."""
-    exact = models.fit_usl([1, 2, 4, 6, 8, 10], [1, 1.8868, 3.0769, 3.5294, 3.5398, 3.3557])
+    exact = statistics.fit_usl([1, 2, 4, 6, 8, 10], [1, 1.8868, 3.0769, 3.5294, 3.5398, 3.3557])
     assert [p.value for p in exact.parameters.values()] == pytest.approx([1, 0.02, 0.02], rel=1e-3)
     loads = [1, 18, 36, 72, 108, 144, 216]
-    measured = models.fit_usl(loads, [64.9, 995.9, 1652.4, 1853.2, 1828.9, 1775.0, 1702.2])
+    measured = statistics.fit_usl(loads, [64.9, 995.9, 1652.4, 1853.2, 1828.9, 1775.0, 1702.2])
     # usl minimises absolute residuals, so its figures (0.01704689 and 7.892498e-05) do not coincide
     values = [measured.parameters[name].value for name in ("a", "b")]
     assert values == pytest.approx([0.0135, 0.000115], rel=0.01)
     assert measured.residual < 0.1
-    peak = models.usl_peak(measured.parameters["a"].value, measured.parameters["b"].value)
+    peak = statistics.usl_peak(measured.parameters["a"].value, measured.parameters["b"].value)
     assert peak == pytest.approx(96.5, rel=0.05)
 
 
 def test_parameters_stay_in_their_range() -> None:
     """Superlinear rates have no negative contention, and constant times are all serial."""
-    superlinear = models.fit_usl([1, 2, 4, 8, 16] * 6, [100, 210, 430, 890, 1800] * 6)
+    superlinear = statistics.fit_usl([1, 2, 4, 8, 16] * 6, [100, 210, 430, 890, 1800] * 6)
     values = [parameter.value for parameter in superlinear.parameters.values()]
     assert values[1:] == pytest.approx([0, 0], abs=1e-4)
     assert all(p.interval and p.interval.low >= 0 for p in superlinear.parameters.values())
-    serial = models.fit_amdahl([1, 2, 4, 8] * 6, [100, 101, 99, 100] * 6).parameters["f"]
+    serial = statistics.fit_amdahl([1, 2, 4, 8] * 6, [100, 101, 99, 100] * 6).parameters["f"]
     assert serial.value == pytest.approx(1, abs=0.03)
     assert serial.interval is not None
     assert serial.interval.high == 1
@@ -157,10 +157,10 @@ def test_parameters_stay_in_their_range() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "field"),
     [
-        (models.fit_amdahl, ([1, 2, 2], [3, 2, 2]), "scales"),
-        (models.fit_amdahl, ([1, 2, 4], [3, 2]), "scales, seconds"),
-        (models.fit_gustafson, ([1, 2, 4], [3, math.nan, 2]), "rates"),
-        (models.fit_usl, ([1, 2, 3, 4] * 2, [1, 2, 3, 4] * 2), "scales"),
+        (statistics.fit_amdahl, ([1, 2, 2], [3, 2, 2]), "scales"),
+        (statistics.fit_amdahl, ([1, 2, 4], [3, 2]), "scales, seconds"),
+        (statistics.fit_gustafson, ([1, 2, 4], [3, math.nan, 2]), "rates"),
+        (statistics.fit_usl, ([1, 2, 3, 4] * 2, [1, 2, 3, 4] * 2), "scales"),
         (statistics.median_estimate, ([],), "values"),
         (statistics.median_estimate, ([1, math.nan],), "values"),
         (statistics.speedup, ([0.0, 1], [1]), "baseline_seconds"),

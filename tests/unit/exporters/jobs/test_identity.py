@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from hpml_exporters.jobs.board import JobFacts
-from hpml_exporters.jobs.finder import JobFinder
-from hpml_exporters.jobs.identity import LARGEST_MAP, UserNames
+from hpml_exporters.jobs.finder import LARGEST_MAP, JobFinder, UserNames
 
 from tests.patience import eventually
 from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task

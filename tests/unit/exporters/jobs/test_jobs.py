@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hpml_exporters.jobs import collector as jobs
-from hpml_exporters.jobs.metrics import SPECS
+from hpml_exporters.jobs.collector import SPECS
 from hpml_exporters.options import Context
 
 from tests.unit.exporters.collectors.families import values

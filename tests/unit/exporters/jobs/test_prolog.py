@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hpml_exporters.jobs.board import JobFacts
-from hpml_exporters.jobs.identity import LARGEST_MAP, read_map
+from hpml_exporters.jobs.finder import LARGEST_MAP, read_map
 
 from hpml_orchestrator import assets
 

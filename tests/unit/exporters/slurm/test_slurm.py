@@ -19,12 +19,17 @@ import pytest
 from hpml_exporters.core.collector import StaleError
 from hpml_exporters.core.sampler import CollectorSource, Sampler
 from hpml_exporters.slurm.collector import SlurmCollector
-from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
-from hpml_exporters.slurm.native import Native, job_of, node_of
-from hpml_exporters.slurm.options import SlurmOptions
-from hpml_exporters.slurm.targets import TargetServer, targets
-from hpml_exporters.slurm.view import ClusterNode, View
-from hpml_exporters.web.address import listen_on
+from hpml_exporters.slurm.commands import (
+    ClusterNode,
+    Commands,
+    TargetServer,
+    View,
+    count_tasks,
+    head_of_reason,
+    targets,
+)
+from hpml_exporters.slurm.options import Native, SlurmOptions, job_of, node_of
+from hpml_exporters.web.config import listen_on
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families

@@ -18,8 +18,7 @@ import pytest
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import Context
-from hpml_exporters.training.collector import TrainingCollector, make
-from hpml_exporters.training.metrics import OF_PARTS
+from hpml_exporters.training.collector import OF_PARTS, TrainingCollector, make
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.node.channel import Feed
