@@ -57,10 +57,10 @@ def _words(job: Job) -> Iterator[CheckFinding]:
     words = {
         f"environment.variables.{name}": one for name, one in job.environment.variables.items()
     }
-    for field, entries in (("args", job.args), ("command", job.command or ())):
+    for name, entries in (("args", job.args), ("command", job.command or ())):
         for index, (before, word) in enumerate(zip(["", *entries], entries, strict=False)):
-            if field == "args" or not re.fullmatch("-[a-z]*c", before):  # `bash -c` is a shell
-                words[f"{field}.{index}"] = word
+            if name == "args" or not re.fullmatch("-[a-z]*c", before):  # `bash -c` is a shell
+                words[f"{name}.{index}"] = word
     for place, word in words.items():
         in_command_line = not place.startswith("environment")
         if in_command_line and (match := _OPTION_AND_VALUE.fullmatch(word)):

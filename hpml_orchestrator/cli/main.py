@@ -45,11 +45,11 @@ COMMANDS = {
     "run": CommandEntry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
     "submit": CommandEntry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
     "resubmit": CommandEntry(
-        "resubmit", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
+        "jobfile", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
     ),
-    "render": CommandEntry("render", "render", "Print the batch script of a job.", _JOBS),
+    "render": CommandEntry("jobfile", "render", "Print the batch script of a job.", _JOBS),
     "check": CommandEntry(
-        "check", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
+        "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
     "advise": CommandEntry(
         "advise", "advise", "Estimate whether a job fits into GPU and node memory.", _JOBS
@@ -86,17 +86,17 @@ COMMANDS = {
     "logs": CommandEntry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": CommandEntry("follow", "wait", "Wait until a run has ended.", _RUNS),
     "attach": CommandEntry(
-        "attach", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
+        "follow", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
     ),
     "requeue": CommandEntry(
-        "requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
+        "jobfile", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
     ),
     "cancel": CommandEntry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": CommandEntry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": CommandEntry(
         "stage", "group", "Copy data to this node's memory or local disk.", _DATA
     ),
-    "pack": CommandEntry("pack", "pack", "Pack many small files into a few tar archives.", _DATA),
+    "pack": CommandEntry("stage", "pack", "Pack many small files into a few tar archives.", _DATA),
     "init": CommandEntry("site", "init", "Query the cluster and write a site profile.", _SITE),
     "doctor": CommandEntry(
         "site", "doctor", "Check the installation, Slurm and this machine.", _SITE
@@ -115,7 +115,7 @@ COMMANDS = {
     "schema": CommandEntry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),
-    "man": CommandEntry("man", "man", "Show the manual page of a command.", _MORE),
+    "man": CommandEntry("reference", "man", "Show the manual page of a command.", _MORE),
 }
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

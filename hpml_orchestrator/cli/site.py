@@ -132,8 +132,6 @@ def doctor(
     fit for jobs.
     """
     if node:
-        pass  # JOINED  # noqa: PLC0415 - for few
-
         check_node(gpus, drain=drain, as_json=as_json)
         return
     for option, given in {"--gpus": gpus is not None, "--drain": drain}.items():

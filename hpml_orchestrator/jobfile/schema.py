@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import sys
 import textwrap
-from types import ModuleType
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -23,11 +23,12 @@ def job_schema() -> dict[str, object]:
 
 def sweep_schema() -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a sweep file."""
-    return schema_of(sweep.Sweep, "hpml sweep file", sweep)
+    return schema_of(sweep.Sweep, "hpml sweep file")
 
 
-def schema_of(model: Model, title: str, module: ModuleType = job) -> Json:
-    """Return the JSON Schema of a model, whose parts are in a module, with their descriptions."""
+def schema_of(model: Model, title: str) -> Json:
+    """Return the JSON Schema of a model, with the descriptions of its fields."""
+    module = sys.modules[model.__module__]
     schema = TypeAdapter(model).json_schema()
     for name, part in [(model.__name__, schema), *schema["$defs"].items()]:
         kind = getattr(module, name)

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 # Forwards the reports of this node's ranks to the exporters of the job and of the whole node.
 #
 # The agent keeps each rank's counters, summed over all processes of that rank (torchrun restarts
-# ranks). It sends all of them once a second if some are new, and at least every ten seconds, so that
-# a restarted exporter soon has everything. It never waits for an exporter: if the queue is full, a
-# message is dropped, and the next one contains the same counters.
+# ranks). It sends all of them once a second if some are new, and at least every ten seconds, so
+# that a restarted exporter soon has everything. It never waits for an exporter: if the queue is
+# full, a message is dropped, and the next one contains the same counters.
 #
 # The job's exporter inherits a socket from the agent; the node's listens at `{run}/exporter.sock`
 # (SOCK_SEQPACKET: each agent has a separate queue there). Messages are those of `records/feed.py`.

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 # Whether a rank ever met another; each rank of a program that is not distributed works alone.
 #
-# A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or as
-# rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any look,
-# the last one after a minute and in the second half of its life, has worked alone.
+# A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or
+# as rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any
+# look, the last one after a minute and in the second half of its life, has worked alone.
 
 ALONE = (
     "its ranks never connected to another rank: each worked alone. A program that should train as "

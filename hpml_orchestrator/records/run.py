@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 # Decides which process may call sbatch next, without a lock that a dead process could leave.
 #
-# Calls are numbered. The first is the file `NAME.started`, the next `NAME.started.2` and so on. Each
-# is created exclusively, so only one of many processes gets a number. A process that found no job
-# after n calls may only make call n + 1: of two that searched at the same time, the slower one finds
-# its number taken and has to search again. A call is never withdrawn; if its process dies, it stays
-# as a call without a job.
+# Calls are numbered. The first is the file `NAME.started`, the next `NAME.started.2` and so on.
+# Each is created exclusively, so only one of many processes gets a number. A process that found no
+# job after n calls may only make call n + 1: of two that searched at the same time, the slower one
+# finds its number taken and has to search again. A call is never withdrawn; if its process dies, it
+# stays as a call without a job.
 
 
 @dataclass(frozen=True)

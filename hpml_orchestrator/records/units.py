@@ -384,12 +384,12 @@ def parse_gpu_option(text: str) -> Gpus:
 
 # What a value of a job may be: metadata in `Annotated`, and texts with their patterns.
 #
-# On the login node pydantic builds its schemas from it. Nodes read the same classes without pydantic:
-# `pydantic_core` is imported only where a schema is built.
+# On the login node pydantic builds its schemas from it. Nodes read the same classes without
+# pydantic: `pydantic_core` is imported only where a schema is built.
 #
-# Values are shell-quoted wherever they reach a script; these patterns come before that. What ends in
-# an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to characters
-# that neither sbatch nor a shell gives a meaning to.
+# Values are shell-quoted wherever they reach a script; these patterns come before that. What ends
+# in an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to
+# characters that neither sbatch nor a shell gives a meaning to.
 
 if TYPE_CHECKING:
     Make = Callable[[Any], Any]

@@ -149,8 +149,6 @@ def render_job(
     targets: dict[str, str] = {}
     site = resolved.site
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        pass  # JOINED  # noqa: PLC0415 - few have such
-
         profile = site.site if site else None
         room = room_of_site(resolved.job, profile)
         if resolved.backend == "local":  # the profile describes the cluster

@@ -467,7 +467,7 @@ def _make_absolute(fields: dict[str, object], base: Path) -> None:
 
 def site_schema() -> Json:
     """Return the JSON Schema (2020-12) of a site profile."""
-    schema = schema_of(Site, "hpml site profile", model)
+    schema = schema_of(Site, "hpml site profile")
     job_fields = schema_of(Job, "hpml job file")
     schema["$defs"] |= job_fields["$defs"]
     fields = {

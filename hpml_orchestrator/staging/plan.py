@@ -422,9 +422,9 @@ def _entry(path: str, info: os.stat_result, stored: int) -> TreeEntry:
 
 # Builds the plan of an archive from its members, none of which is trusted.
 #
-# All kinds of archives use this. It refuses names that are absolute, lead out, contain a NUL or occur
-# twice, members below a file or a link, and links that leave the root. Files are later created
-# relative to a descriptor of the target, and symbolic links are made last.
+# All kinds of archives use this. It refuses names that are absolute, lead out, contain a NUL or
+# occur twice, members below a file or a link, and links that leave the root. Files are later
+# created relative to a descriptor of the target, and symbolic links are made last.
 
 MOST_MEMBERS = 10_000_000
 _HARMLESS_BYTES = 512 << 20

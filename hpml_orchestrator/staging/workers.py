@@ -205,8 +205,8 @@ def _do(number: int) -> object:
 
 # Limits of the load on the shared file system: opens per second, and delays of array tasks.
 #
-# Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast as
-# it can makes everybody's `ls` wait.
+# Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast
+# as it can makes everybody's `ls` wait.
 
 SECONDS_PER_TASK = 0.5
 """What each task of an array adds to the time that their starts are spread over."""

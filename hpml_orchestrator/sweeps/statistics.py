@@ -367,13 +367,13 @@ def log_medians(values: Array) -> Array:
 # Models of scaling: closed forms and fits.
 #
 # Seconds and scales (ranks, GPUs or nodes, the same within a fit) throughout. A fit takes every run
-# rather than medians, so that its intervals reflect the scatter of the runs, except for outliers, and
-# predicts nothing beyond twice the largest measured scale. What cannot be fitted raises InputError,
-# which names the argument.
+# rather than medians, so that its intervals reflect the scatter of the runs, except for outliers,
+# and predicts nothing beyond twice the largest measured scale. What cannot be fitted raises
+# InputError, which names the argument.
 #
 # In simulated sweeps of 4 or 5 scales and 6, 10 or 20 repeats, with 2 % noise, the intervals cover
-# the law's parameters in 93-97 %: with independent runs, with a factor of 20 % noise that the runs of
-# a repeat share, on a machine that slows down by a third, and if one run in ten takes 3 times as
+# the law's parameters in 93-97 %: with independent runs, with a factor of 20 % noise that the runs
+# of a repeat share, on a machine that slows down by a third, and if one run in ten takes 3 times as
 # long. The law is that of undisturbed runs; with skewed noise T1 is a geometric mean, not a median.
 
 Number: TypeAlias = float | Array

@@ -23,8 +23,8 @@ from hpml_exporters.gpu.figures import Field, GpmMetric, GpuSeries, NvmlCall, Se
 
 # GPU performance monitoring (GPM): what multiprocessors and memory did between two readings.
 #
-# Hopper and later, without root and without DCGM. A sample is the GPU's counters at one moment; NVML
-# computes metrics from two of them, so each value is the exact mean of the time between.
+# Hopper and later, without root and without DCGM. A sample is the GPU's counters at one moment;
+# NVML computes metrics from two of them, so each value is the exact mean of the time between.
 
 _HEADER = struct.Struct("<IIQQ")  # version, number of metrics, both samples
 _METRIC_SIZE = 40  # sizeof(nvmlGpmMetric_t): id, return code, double, three strings

@@ -161,12 +161,12 @@ def facts_of(data: Mapping[str, object]) -> JobFacts:
 
 # Jobs in Slurm's control groups, in every layout.
 #
-# Version 1: `<controller>/slurm[_<node>]/uid_<uid>/<job>`; CgroupPrepend may give the first directory
-# another name. Version 2: `system.slice/[<node>_]slurmstepd.scope/<job>`, in the slice that
-# CgroupSlice names, or below the group of a container.
+# Version 1: `<controller>/slurm[_<node>]/uid_<uid>/<job>`; CgroupPrepend may give the first
+# directory another name. Version 2: `system.slice/[<node>_]slurmstepd.scope/<job>`, in the slice
+# that CgroupSlice names, or below the group of a container.
 #
-# A job is recognised by structure, a directory with a child `step_…`: since Slurm 26.05 its own name
-# may be a SLUID, without the job id.
+# A job is recognised by structure, a directory with a child `step_…`: since Slurm 26.05 its own
+# name may be a SLUID, without the job id.
 
 _CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices", "cpu", "pids", "blkio")
 """Of version 1, in the order in which jobs are looked for: proctrack/cgroup uses the freezer."""

@@ -101,8 +101,6 @@ class SlurmOptions:
         from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415 - one source is used
 
         if self.source != "commands":
-            pass  # JOINED  # noqa: PLC0415 - pyslurm may be missing
-
             try:
                 return Native(shares=self.users)
             except (ImportError, SchedulerUnavailable):

@@ -195,8 +195,8 @@ SPECS = (
 
 # Where the messages of node agents arrive: an inherited socket, or `{run}/exporter.sock`.
 #
-# Nothing is read between two samples. What does not fit into a connection's own queue waits with its
-# sender, who loses nothing by that (counters are sums), and what is read of one at a sample is
+# Nothing is read between two samples. What does not fit into a connection's own queue waits with
+# its sender, who loses nothing by that (counters are sums), and what is read of one at a sample is
 # limited: so a flood of messages harms only who sends it.
 #
 # A connection belongs to the job of its process, by the kernel's credentials. A job that just began

@@ -515,10 +515,10 @@ class Home:
 # The process that waits for its turn, runs one local job, and records how it ended.
 #
 # A daemon in its own session, started with the submission. Of an array it takes the next task, and
-# starts another supervisor for those after it. It is a child subreaper: processes that the job leaves
-# behind become its children, and it ends them with the job. While the job runs it handles three
-# signals: USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at the
-# machine's shutdown.
+# starts another supervisor for those after it. It is a child subreaper: processes that the job
+# leaves behind become its children, and it ends them with the job. While the job runs it handles
+# three signals: USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at
+# the machine's shutdown.
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

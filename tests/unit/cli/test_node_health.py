@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.node.health import make, read_health
 
+from hpml_orchestrator.cli import site
 from hpml_orchestrator.cli.site import Expected, examine_node
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
@@ -158,7 +159,7 @@ def judged(node: Path, **more: object) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitness, "_STUCK_SECONDS", 0.0)
+    monkeypatch.setattr(site, "_STUCK_SECONDS", 0.0)
 
 
 def test_a_fit_node(node: Path, smi: Path) -> None:

@@ -372,7 +372,7 @@ def test_ranks_that_never_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reported once, at the end, if no process of any rank had a port in a minute of looks."""
-    monkeypatch.setattr(meeting, "CPU_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "CPU_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as store:
         env["MASTER_PORT"] = str(store.getsockname()[1])
         watching = Watching(attempt, 2)

@@ -328,7 +328,7 @@ def test_absurd_ratios_are_refused(
     stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """An archive of zeros is given up though there is room for all of it; a small one is not."""
-    monkeypatch.setattr(members, "_HARMLESS_BYTES", 4 << 20)
+    monkeypatch.setattr(plan, "_HARMLESS_BYTES", 4 << 20)
     for size, fine in ((4 << 20, True), ((4 << 20) + 1, False)):
         path = tmp_path / f"{size}.{'tar.gz' if kind == 'gz' else 'zip'}"
         if kind == "gz":
