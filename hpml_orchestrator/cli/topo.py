@@ -26,11 +26,9 @@ from hpml_orchestrator.cli.common import (
 from hpml_orchestrator.cli.process import refuse_gone_directory
 from hpml_orchestrator.cli.show import print_ranks
 from hpml_orchestrator.cli.topopicture import (
-    boxes_of_places,
-    boxes_of_plan,
-    names,
-    nearest_nics,
     picture,
+    ranks_of_places,
+    ranks_of_plan,
 )
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, counted
 from hpml_orchestrator.jobfile.load import parse_setting
@@ -45,7 +43,13 @@ from hpml_orchestrator.runs.reporting.summary import node_topology, read_binding
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.script.render import effective_job, whole_nodes
-from hpml_orchestrator.topology.model import format_list, parse_list, topology_json
+from hpml_orchestrator.topology.model import (
+    format_list,
+    format_names,
+    nearest_nics,
+    parse_list,
+    topology_json,
+)
 from hpml_orchestrator.topology.sysfs import (
     BYTES_MAX,
     decode,
@@ -58,7 +62,7 @@ from hpml_orchestrator.topology.sysfs import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from hpml_orchestrator.cli.topopicture import RankBox
+    from hpml_orchestrator.cli.topopicture import DrawnRank
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.records.run import Attempt
@@ -66,8 +70,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.summary import BindingReport, RankLocation
     from hpml_orchestrator.site.model import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
-
-# A node as tables, JSON or a picture: this one, that of a file, or one of a run.
 
 _GIB = 1024**3
 _SUFFIX = ".topology.json"
@@ -128,7 +130,7 @@ def show_node(node: ShownNode, *, svg: str | None, as_json: bool) -> None:
 
 
 def write_picture(
-    topology: Topology, path: str, *, title: str, ranks: Sequence[RankBox] = ()
+    topology: Topology, path: str, *, title: str, ranks: Sequence[DrawnRank] = ()
 ) -> None:
     """Write a node's picture.
 
@@ -180,8 +182,8 @@ def print_node(topology: Topology, title: str) -> None:
                 len(cores),
                 format_list(domain.cpus),
                 f"{domain.memory_bytes / _GIB:.0f} GiB" if domain.memory_bytes else "",
-                names(gpu.name for gpu in topology.gpus if gpu.domain == domain.number),
-                names(nic.name for nic in topology.nics if nic.domain == domain.number),
+                format_names(gpu.name for gpu in topology.gpus if gpu.domain == domain.number),
+                format_names(nic.name for nic in topology.nics if nic.domain == domain.number),
                 " ".join(f"{other}:{away}" for other, away in domain.distances),
             )
         )
@@ -246,7 +248,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
     plan, damage = _plan(attempt, name)
     title = f"{name} of {submission.label}"
     if svg is not None:
-        boxes = boxes_of_places(places) if places else boxes_of_plan(plan) if plan else []
+        boxes = ranks_of_places(places) if places else ranks_of_plan(plan) if plan else []
         what = ": where ranks ran" if places else ": plan" if plan else ""
         write_picture(topology, svg, title=title + what, ranks=boxes)
     warnings = [*topology.warnings, *(plan.warnings if plan and not places else ())]
@@ -575,7 +577,7 @@ def show_plan(
     if svg is not None:
         ranks = f"{counted(request.ranks, 'rank')} ({request.policy})"
         write_picture(
-            topology, svg, title=f"{node.title}: plan of {ranks}", ranks=boxes_of_plan(planned)
+            topology, svg, title=f"{node.title}: plan of {ranks}", ranks=ranks_of_plan(planned)
         )
     if as_json:
         notes = [note] if note else []

@@ -81,6 +81,26 @@ def format_list(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
+def format_names(words: Iterable[str]) -> str:
+    """Return names as one text, with consecutive numbers as a range.
+
+    >>> format_names(["GPU0", "GPU1", "GPU2", "mlx5_0"])
+    'GPU0-2 mlx5_0'
+    """
+    runs: list[list[str]] = []  # stem, first number, last number
+    for word in words:
+        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
+        stem, number = (match[1], match[2]) if match else (word, "")
+        last = runs[-1] if runs else ["", "", ""]
+        if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:
+            last[2] = number
+        else:
+            runs.append([stem, number, number])
+    return " ".join(
+        f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
+    )
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= _NUMBER_DIGITS
 
@@ -168,6 +188,15 @@ class Topology:
 
 
 Part = TypeVar("Part", Core, Domain, Gpu, Nic)
+
+
+def nearest_nics(topology: Topology, gpu: str) -> str:
+    """Return the level and names of the network cards nearest to a GPU; SYS is not near."""
+    for level in ("PIX", "PXB", "PHB", "NODE"):
+        near = [nic for name, nic, distance in topology.links if (name, distance) == (gpu, level)]
+        if near:
+            return f"{level} {format_names(near)}"
+    return ""
 
 
 def topology_json(topology: Topology) -> dict[str, object]:
