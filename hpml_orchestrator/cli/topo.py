@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.site.model import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
+# Show a node: this one, one from a file, or one of a run.
+
 _GIB = 1024**3
 _SUFFIX = ".topology.json"
 _NODES_SHOWN = 10
@@ -83,8 +85,8 @@ class ShownNode:
     Attributes:
         topology: the node.
         name: the file that it was read from, or its host name.
-        usable: CPUs that this process may use, in the kernel's list format; empty where the node
-            is another one, or all of its CPUs are usable.
+        usable: CPUs that this process may use, in the kernel's list format; empty if all are
+            usable or it is another node.
     """
 
     topology: Topology
@@ -93,19 +95,19 @@ class ShownNode:
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """Its name and source, for headings."""
         return f"{self.name} ({self.topology.source})"
 
 
 def read_node(file: str | None) -> ShownNode:
-    """Return the node of a topology file, of standard input (`-`), or this node.
+    """Return the node in a topology file or standard input (`-`); by default this node.
 
     Raises:
-        InputError: it contains no topology.
+        InputError: the input is not a topology.
         NotFoundError: the file does not exist.
     """
     if file is None:
-        has_instances = os.path.isdir("/proc/driver/nvidia/capabilities")  # of MIG, perhaps
+        has_instances = os.path.isdir("/proc/driver/nvidia/capabilities")  # perhaps of MIG
         topology = read_sysfs(gpu_listing=list_gpus() if has_instances else "")
         usable = os.sched_getaffinity(0)
         restriction = format_list(usable) if topology.cpus - usable else ""
@@ -117,7 +119,7 @@ def read_node(file: str | None) -> ShownNode:
 
 
 def show_node(node: ShownNode, *, svg: str | None, as_json: bool) -> None:
-    """Print a node, and draw it; a picture on standard output is the only output."""
+    """Print a node and draw its picture; with `-` print only the picture."""
     topology = node.topology
     if svg is not None:
         write_picture(topology, svg, title=node.title)
@@ -136,9 +138,9 @@ def write_picture(
 
     Args:
         topology: the node.
-        path: of the file, a pipe or a device; - for standard output.
+        path: of a file, pipe or device; - for standard output.
         title: above the picture.
-        ranks: the owners of its cores.
+        ranks: ranks to draw.
 
     Raises:
         InputError: the file cannot be written.
@@ -216,18 +218,18 @@ def _print_table(header: str, rows: Iterable[Sequence[object]]) -> None:
 
 
 def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: bool) -> None:
-    """Print a node of a run's last attempt with where its ranks ran, or else the plan for them.
+    """Print a node of a run's last attempt with the location of its ranks, or else the plan.
 
     Args:
-        store: where records live.
+        store: of the records.
         run: the run's name.
-        node: the node's name; that of the first rank when empty.
-        svg: file to write a picture to, if any; with - it takes the tables' place.
+        node: the node's name; empty for the node of the first rank.
+        svg: file for a picture, if any; - prints it instead of the tables.
         as_json: whether to print JSON.
 
     Raises:
-        NotFoundError: the run has no record of any node, or of this one.
-        InputError: it is an array, or the node's record is damaged.
+        NotFoundError: the run has no record of this node or of any node.
+        InputError: the run is an array, or the node's record is damaged.
     """
     submission = one_run(store.resolve(run, newest=True), field="--run", has="nodes")
     attempt = run_of(submission).newest()
@@ -303,7 +305,7 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: BindingReport) -> st
 
 
 def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
-    """Return the plan of the node's agent, if there is one, and why it cannot be read."""
+    """Return the plan of the node's agent, if any, and the reason if it cannot be read."""
     try:
         return read(read_text(attempt.directory / "plan" / f"{node}.txt")), ""
     except NotFoundError:
@@ -313,7 +315,7 @@ def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
 
 
 def _missing(bound: BindingReport, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
-    """Yield which proofs of a node cannot be read, and how many of its ranks left no record."""
+    """Yield a warning per unreadable proof of a node, and one if ranks left no record."""
     for proof in bound.unreadable:
         if proof.node == node:
             yield f"the proof of node {node} cannot be read: {proof.why}"
@@ -328,6 +330,8 @@ def _rank_json(topology: Topology, place: RankLocation) -> dict[str, object]:
     cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
     return {**asdict(place), "cores": cores, "nic": place.nic or None}
 
+
+# The command, and plans for the ranks of a node.
 
 _EXCLUDES = {
     "--run": ("FILE", "--ranks", "--plan", "--policy", "--allowed-cpus"),
@@ -468,13 +472,13 @@ class PlanRequest:
     """What to plan on a node.
 
     Attributes:
-        ranks: how many ranks it has.
-        policy: one of the planner's.
-        ranks_per_gpu: how many of them share a GPU.
-        loader_workers: of each rank.
+        ranks: ranks on the node.
+        policy: a policy of the planner.
+        ranks_per_gpu: ranks that share a GPU.
+        loader_workers: data loader processes per rank.
         hardware_threads: whether ranks get all hardware threads of a core.
-        gpus: GPUs that the job requests; None where all of the node's count.
-        cpus: CPUs that the job requests; None where all of the node's count.
+        gpus: GPUs that the job requests; None for all.
+        cpus: CPUs that the job requests; None for all.
     """
 
     ranks: int
@@ -489,11 +493,11 @@ class PlanRequest:
 def request_of_job(
     context: typer.Context, job_file: str, settings: Sequence[str]
 ) -> tuple[PlanRequest, ShownNode | None]:
-    """Return what a job requests of each of its nodes, and such a node if the site profile has it.
+    """Return what a job requests of each node, and its node if the site profile has a topology.
 
     Raises:
-        InputError: the job is wrong; or its nodes are of several kinds, and these differ; or a
-            topology file of the profile cannot be read.
+        InputError: the job is invalid, its nodes may differ, or a topology file of the profile
+            cannot be read.
     """
     values = [parse_setting(setting) for setting in settings]
     resolved = load_job(job_file, values, chosen_site(context))
@@ -539,17 +543,17 @@ def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
 def show_plan(
     node: ShownNode, request: PlanRequest, allowed_cpus: str, *, svg: str | None, as_json: bool
 ) -> None:
-    """Print which GPU, cores and network card each rank of a node would get, and draw it.
+    """Print which GPU, cores and network card each rank would get, and draw the picture.
 
     Args:
         node: the node.
-        request: what to plan.
-        allowed_cpus: the only CPUs to use, in the kernel's list format; empty for all usable ones.
-        svg: file to write a picture to, if any; with - it takes the table's place.
+        request: the ranks to plan.
+        allowed_cpus: usable CPUs in the kernel's list format; empty for all.
+        svg: file for a picture, if any; - prints it instead of the table.
         as_json: whether to print JSON.
 
     Raises:
-        InputError: the allowed CPUs are not a list, or the node has none of them.
+        InputError: the allowed CPUs are not a CPU list, or the node has none of them.
     """
     topology, devices = node.topology, node.topology.devices
     allowed = _allowed(topology, allowed_cpus or node.usable)
@@ -607,15 +611,15 @@ def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
 
 
 def _away_from_other_gpus(topology: Topology, request: PlanRequest) -> tuple[int, ...]:
-    """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
+    """Return the CPUs not next to other jobs' GPUs, for a job that gets part of a node.
 
-    Empty if that leaves out nothing, or leaves fewer CPUs than the job requests.
+    Empty if these are all CPUs or fewer than the job requests.
     """
     if not request.gpus or request.cpus is None:
         return ()
     own = {gpu.domain for gpu in topology.devices[: request.gpus]}
     others = {gpu.domain for gpu in topology.devices[request.gpus :]} - own
-    # Without the domain of the job's own GPUs nothing says which CPUs are near them.
+    # If the domain of the job's own GPUs is unknown, so are the CPUs near them.
     if None in own or not others:
         return ()
     left = [
@@ -625,7 +629,7 @@ def _away_from_other_gpus(topology: Topology, request: PlanRequest) -> tuple[int
 
 
 def _note(topology: Topology, request: PlanRequest, cpus: str) -> str:
-    """Return which part of the node a job requests, if it is not the whole node."""
+    """Return a note about the part of the node that a job requests; empty for the whole node."""
     count = len(topology.devices)
     parts, used = [], [cpus] if cpus else []
     if cpus and request.cpus is not None and request.cpus < len(topology.cpus):
