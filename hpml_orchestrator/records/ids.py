@@ -108,8 +108,8 @@ def parse_answer(text: str) -> tuple[str, str]:
     >>> parse_answer("47")
     ('', '')
     """
-    # Only complete lines count: sbatch may be killed during a write, and `47` may be part of `4711`,
-    # while 47 is another user's job. A site's wrapper may print other lines.
+    # Only complete lines count: sbatch may be killed during a write, and `47` may be the start of
+    # `4711`, while 47 is another user's job. A site's wrapper may print other lines.
     for line in text.splitlines(keepends=True):
         for pattern in _ANSWERS if line.endswith("\n") else ():
             answer = pattern.fullmatch(line.strip())
