@@ -1,4 +1,4 @@
-"""What a node's agent and ranks find in their environment: options, variables, kernel."""
+"""The environment of a node's agent and ranks: variables, options, CPU affinity and memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job, Stage
 
 ELSEWHERE = "HPML_STAGE_ELSEWHERE"
-"""JSON: by the name of a node, the paths of staged data that are others there."""
+"""Variable with JSON: by node, the paths of staged data that differ from the first node's."""
 
 _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's name of this node; the host's short name without Slurm."""
+    """Return this node's name in Slurm; without Slurm the short host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
@@ -37,13 +37,13 @@ def job_key(environment: Mapping[str, str]) -> str:
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable as a number; the default if it is not set, or not a number."""
+    """Return a variable as a number; the default if it is not set or not a number."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else default
 
 
 def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    """Return this node's index in the job and the number of nodes."""
     nodes = integer(environment, "SLURM_NNODES", 1)
     return integer(environment, "SLURM_NODEID", 0), max(1, nodes)
 
@@ -51,7 +51,7 @@ def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
 def node_names(text: str) -> list[str]:
     """Return the names in a job's node list; empty if it cannot be read.
 
-    Not `scheduler.nodelist`, which needs a library: nodes may have only Python.
+    Does not use `scheduler`, which needs a library: nodes may have only Python.
 
     >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
     (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
@@ -72,7 +72,7 @@ def node_names(text: str) -> list[str]:
     return names
 
 
-# What a node's agent works with: `agent.json`, and what only the batch script's shell knows.
+# The options of an agent: from `agent.json` and from the batch script's shell.
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ class AgentOptions:
     attempt: Path  # the attempt's directory
     job: Job
     site: SiteLimits = field(default_factory=SiteLimits)
-    bases: Mapping[str, str] = field(default_factory=dict)  # directories of `shm` and `local`
-    job_directories: Sequence[str] = ()  # in which of these the job gets an empty directory
-    # Source and target of each result to copy back, the most important first
+    bases: Mapping[str, str] = field(default_factory=dict)  # directories for `shm` and `local`
+    job_directories: Sequence[str] = ()  # those in which the job gets an empty directory
+    # Source and target of each result to copy back, most important first
     collect: Sequence[tuple[str, str]] = ()
 
     def at_its_directory(self, stage: Stage) -> Stage:
-        """Return an entry of `stage` with this node's directory in place of `shm` or `local`."""
+        """Return an entry of `stage` with `shm` or `local` replaced by this node's directory."""
         return replace(stage, target=self.bases.get(stage.target, stage.target))
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:
-    """Return the options of `agent ATTEMPT SUBMISSION …`; see the help of each.
+    """Return the options in `agent ATTEMPT SUBMISSION …`; the help of each describes it.
 
     Raises:
         RecordError: the submission's `agent.json` cannot be read.
@@ -125,11 +125,9 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     return AgentOptions(given.attempt, read.job, read.site, bases, given.job_directory, collect)
 
 
-# CPU affinity and memory policy of a rank, set and read through the kernel.
-#
-# It imports little, because every rank imports it at its start.
+# CPU affinity and memory policy of a rank, set and read back with system calls.
 
-_PREFERRED = 1  # MPOL_PREFERRED: memory from there while it has some, else from elsewhere
+_PREFERRED = 1  # MPOL_PREFERRED: use memory of that domain while available
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}
 _WORD_BITS = 64
 
@@ -137,14 +135,14 @@ _WORD_BITS = 64
 def set_cpus(cpus: str) -> str:
     """Set this process's CPU affinity and read it back.
 
-    The kernel silently ignores CPUs outside of the cpuset. A rank that would get only some of its
-    CPUs keeps those that it was started with, since these few may be far too few.
+    The kernel silently ignores CPUs outside the cpuset. If a rank would get only some of its CPUs,
+    possibly far too few, it keeps its initial affinity.
 
     Args:
         cpus: in the kernel's list format.
 
     Returns:
-        The problem, or the empty text.
+        An error message; empty on success.
     """
     wanted = frozenset(parse_list(cpus))
     before = os.sched_getaffinity(0)
@@ -164,10 +162,10 @@ def set_cpus(cpus: str) -> str:
 def prefer_memory(domain: int) -> str:
     """Prefer the memory of a NUMA domain, for this process and its children.
 
-    Preferred and not bound: a process that is bound to memory outside of its cpuset is killed.
+    Prefer instead of bind: a process bound to memory outside its cpuset is killed.
 
     Returns:
-        The empty text, or why it failed: the domain is not in the job's cpuset (EINVAL), or a
+        An error message, empty on success: the domain is not in the job's cpuset (EINVAL), or a
         container's seccomp filter refuses the call (EPERM, ENOSYS).
     """
     machine = os.uname().machine
@@ -176,7 +174,7 @@ def prefer_memory(domain: int) -> str:
     words = domain // _WORD_BITS + 1
     mask = (1 << domain).to_bytes(words * _WORD_BITS // 8, "little")
     syscall = ctypes.CDLL(None, use_errno=True).syscall
-    # The kernel reads one bit less than the length that it is given.
+    # The kernel reads one bit less than the given length.
     if syscall(_SET_MEMPOLICY[machine], _PREFERRED, mask, words * _WORD_BITS + 1) == 0:
         return ""
     reason = os.strerror(ctypes.get_errno())
@@ -184,10 +182,10 @@ def prefer_memory(domain: int) -> str:
 
 
 def memory_policy() -> str | None:
-    """Return this process's memory policy as the kernel writes it, such as `default` or `prefer:3`.
+    """Return this process's memory policy as in numa_maps, such as `default` or `prefer:3`.
 
-    None if it cannot be read. The first line of numa_maps is the interpreter's program file, which
-    has no policy of its own, so the line shows that of the process.
+    None if it cannot be read. The first line of numa_maps is for the interpreter's program file,
+    which has no policy of its own, so the line shows the policy of the process.
     """
     try:
         with open("/proc/self/numa_maps", "rb", buffering=0) as stream:
@@ -197,11 +195,11 @@ def memory_policy() -> str | None:
 
 
 def child_cpus() -> frozenset[int]:
-    """Return the CPUs that a forked child may use.
+    """Return the CPUs allowed to a forked child.
 
     Raises:
-        OSError: no child can be forked.
-        ValueError: the child ended before it answered.
+        OSError: fork failed.
+        ValueError: the child ended without an answer.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -209,7 +207,7 @@ def child_cpus() -> frozenset[int]:
         try:
             os.write(writer, format_list(os.sched_getaffinity(0)).encode())
         finally:
-            # No clean-up in the child: the buffers and exit handlers are the parent's.
+            # No clean-up in the child: buffers and exit handlers belong to the parent.
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as stream:

@@ -545,17 +545,17 @@ class Binding(JobPart):
     """Binding of each rank to cores and memory, and its verification."""
 
     policy: Policy = "gpu-local"
-    """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: cores of one socket or NUMA domain
-    only; without GPUs one rank per socket or domain. `spread`: equal parts of all cores. `none`:
-    nothing is bound; where each rank ran is recorded."""
+    """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: cores of one socket or NUMA
+    domain only; without GPUs one rank per socket or domain. `spread`: equal parts of all cores.
+    `none`: nothing is bound, but where each rank ran is recorded."""
     verify: Verify = "warn"
     """If a rank does not run as planned: `strict` fails the job, `warn` prints a warning, `off`
     does not check."""
     loader_workers: Annotated[int, Between(0, 1000)] = 0
     """Data loader processes per rank; each gets one of its cores."""
     hardware_threads: Flag = True
-    """Whether ranks get all hardware threads of their cores or only the first; always the first with
-    `--hint=nomultithread` or `--threads-per-core=1`."""
+    """Whether ranks get all hardware threads of their cores or only the first; always the first
+    with `--hint=nomultithread` or `--threads-per-core=1`."""
 
 
 @dataclass(frozen=True)
