@@ -43,13 +43,8 @@ from hpml_orchestrator.runs.reporting.summary import node_topology, read_binding
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.script.render import effective_job, whole_nodes
-from hpml_orchestrator.topology.model import (
-    format_list,
-    format_names,
-    nearest_nics,
-    parse_list,
-    topology_json,
-)
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import format_names, nearest_nics, topology_json
 from hpml_orchestrator.topology.sysfs import (
     BYTES_MAX,
     decode,

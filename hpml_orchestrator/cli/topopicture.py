@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.templates import environment
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.topology.model import format_list, nearest_nics, parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import nearest_nics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

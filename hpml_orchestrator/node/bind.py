@@ -24,10 +24,10 @@ import sys
 import time
 from _json import encode_basestring_ascii  # without the rest of the json package
 
-from hpml_orchestrator.node.environment import child_cpus, memory_policy, prefer_memory, set_cpus
+from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, set_cpus
 from hpml_orchestrator.placement.planfile import find, header
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.topology.model import format_list, parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

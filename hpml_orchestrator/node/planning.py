@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.environment import integer, prefer_memory, set_cpus
+from hpml_orchestrator.node.environment import integer
+from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import VISIBLE_VARIABLES, Plan, RankPlan, visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records.files import write_json, write_text
-from hpml_orchestrator.topology.model import format_list, full_address, parse_list, topology_json
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import full_address, topology_json
 from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:

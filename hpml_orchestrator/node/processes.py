@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.placement.model import VISIBLE_VARIABLES
 from hpml_orchestrator.placement.verify import Process, Seen
 from hpml_orchestrator.records.process import ProcessStat, live_processes, read_stat
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

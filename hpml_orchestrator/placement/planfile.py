@@ -17,7 +17,7 @@ Only `read` imports the classes of a plan: hpml-bind starts once per rank and do
 
 from __future__ import annotations
 
-from hpml_orchestrator.topology.model import format_list, parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

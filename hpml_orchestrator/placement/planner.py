@@ -21,7 +21,7 @@ from hpml_orchestrator.placement.model import (
     gpus_of_ranks,
 )
 from hpml_orchestrator.placement.verify import ranks_text
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.placement.model import Machine, gpu_name, local_domains, visible_devices
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -25,7 +25,7 @@ from hpml_orchestrator.records.files import (
     read_text,
     write_json,
 )
-from hpml_orchestrator.records.process import Owner, this_owner
+from hpml_orchestrator.records.owner import Owner, this_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

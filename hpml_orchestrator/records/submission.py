@@ -19,7 +19,7 @@ from hpml_orchestrator.records.damage import field_fault
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.records.process import owner_is_alive
+from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.run import Start, mark_start, newest_start
 
 if TYPE_CHECKING:

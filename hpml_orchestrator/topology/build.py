@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     NVIDIA,
     VGA,
     Core,
@@ -18,7 +18,6 @@ from hpml_orchestrator.topology.model import (
     PciPath,
     Topology,
     address_key,
-    format_list,
     level,
     nic_rank,
     partition_address,

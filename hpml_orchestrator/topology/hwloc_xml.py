@@ -15,8 +15,8 @@ from hpml_orchestrator.topology.build import (
     nearest_with_cpus,
     walk,
 )
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     Core,
     Domain,
     PciPath,
@@ -24,7 +24,6 @@ from hpml_orchestrator.topology.model import (
     full_address,
     is_gpu,
     is_nic,
-    parse_mask,
 )
 
 if TYPE_CHECKING:

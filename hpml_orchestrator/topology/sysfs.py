@@ -19,21 +19,18 @@ from hpml_orchestrator.topology.build import (
     domain_of_cpus,
     nearest_with_cpus,
 )
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     NVIDIA,
     Core,
     Domain,
     Gpu,
     PciPath,
     Topology,
-    format_list,
     full_address,
     is_gpu,
     is_nic,
-    parse_list,
-    parse_mask,
     topology_of_json,
 )
 

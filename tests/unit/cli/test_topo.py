@@ -12,14 +12,8 @@ import pytest
 from hpml_orchestrator.cli.topopicture import picture, ranks_of_places, ranks_of_plan
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.reporting.summary import RankLocation
-from hpml_orchestrator.topology.model import (
-    Core,
-    Domain,
-    Topology,
-    format_list,
-    parse_list,
-    topology_json,
-)
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Topology, topology_json
 from hpml_orchestrator.topology.sysfs import parse_xml, read_topology
 from tests.unit.cli.support import SVG, Hpml, Shell
 from tests.unit.placement.machines import node, threads

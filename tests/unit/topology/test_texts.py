@@ -11,14 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.topology.model import (
-    Topology,
-    format_list,
-    format_names,
-    parse_list,
-    parse_mask,
-    topology_json,
-)
+from hpml_orchestrator.topology.cpulist import format_list, parse_list, parse_mask
+from hpml_orchestrator.topology.model import Topology, format_names, topology_json
 from hpml_orchestrator.topology.sysfs import read_topology, topology_of_text
 from tests.unit.topology.machines import hwloc_xml, two_sockets
 
