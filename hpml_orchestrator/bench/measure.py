@@ -32,7 +32,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.models import bus_bandwidth
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ from hpml_orchestrator.runs.state import (
     state_json,
 )
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

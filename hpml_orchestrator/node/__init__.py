@@ -1,1 +1,1 @@
-"""Everything that runs inside a job: the node agent, hpml-bind, staging, the channel, the end."""
+"""Everything that runs inside a job: agent, hpml-bind, staging, training channel, end."""

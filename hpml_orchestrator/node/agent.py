@@ -1,7 +1,7 @@
-"""The node agent: one per node, for as long as the job.
+"""The node agent: one per node, for the duration of the job.
 
-It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks,
-verifies their binding, runs the job's exporter, and removes what it staged when the job is over.
+It plans the binding of the ranks, stages the data, marks the node as ready, listens to the ranks,
+verifies their binding, runs the job's exporter, and removes the staged data at the end.
 The file `over` marks the end of the job; SIGUSR1 only makes the agent check for it at once. A
 signal that a user sends to the ranks reaches every step of the job, so no signal ends an agent
 while ranks live. If the job saves checkpoints, SIGTERM and the time limit begin the stop path
@@ -49,7 +49,7 @@ from hpml_orchestrator.staging.chain import interface_address
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The peaks that `hpml bench` measured, for the ranks of a job: HPML_PEAK_TFLOPS.
+# Peaks measured by `hpml bench`, for the ranks of a job (HPML_PEAK_TFLOPS).
 
 _DTYPES = {"peak": "float32", "peak_bf16": "bfloat16"}
 
@@ -57,18 +57,18 @@ _DTYPES = {"peak": "float32", "peak_bf16": "bfloat16"}
 def rank_peaks(
     results: Path, node: str, cpu_model: str, *, cpus: float, gpus: int = 0, ranks_per_gpu: int = 1
 ) -> dict[str, str]:
-    """Return the TFLOP/s of one rank, as keys of the plan's header; empty without a bench.
+    """Return the peak TFLOP/s of a rank as keys of the plan's header; empty without results.
 
     Args:
-        results: of `hpml bench`, in the user's records.
-        node: this one; without results of its own, those of a node with the same processor count.
-        cpu_model: of the node, as the kernel names it.
+        results: directory of results of `hpml bench`, in the user's records.
+        node: this node; if it has no results, those of a node with the same processor count.
+        cpu_model: of the node, from the kernel.
         cpus: of one rank.
-        gpus: that the node's ranks use.
-        ranks_per_gpu: that share one.
+        gpus: used by the node's ranks.
+        ranks_per_gpu: number of ranks that share a GPU.
     """
-    cpu_model = cpu_model or os.uname().machine  # as the bench has it where the kernel has no name
-    # Names of results begin with their time. Of other nodes one of each type is enough.
+    cpu_model = cpu_model or os.uname().machine  # as in the results if the kernel has no name
+    # Names of results begin with their time. One result per type of other nodes is enough.
     own = sorted(results.glob(f"*/{node}/*.json"), key=lambda path: path.name)[-1:]
     others = [max(one.glob("*/*.json"), default=None) for one in results.glob("*")]
     for path in filter(None, [*own, *others]):
@@ -93,7 +93,7 @@ def rank_peaks(
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _CLEAN_SECONDS = 3.0
-"""Seconds before Slurm's SIGKILL at which the last ranks are killed: their data must go, too."""
+"""Seconds before Slurm's SIGKILL at which remaining ranks are killed, to remove their data."""
 _RANK_LOOK_SECONDS = 0.2
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -101,11 +101,11 @@ _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 def main(argv: list[str]) -> int:
     """Run the agent of this node until the job is over; see `Agent.run`."""
-    log_to_stderr("hpml_orchestrator.node", prefix="hpml: ")  # beside what the program prints
+    log_to_stderr("hpml_orchestrator.node", prefix="hpml: ")  # next to the output of the program
     agent = Agent(parse_options(argv))
     for number in _ENDING:
         signal.signal(number, agent.on_signal)
-    # Blocked, not handled: child processes inherit the mask, so no copy of the agent dies of them.
+    # Block instead of handling: forked copies of the agent inherit the mask and survive too.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     threading.Thread(target=agent.listen, name="hpml-signals", daemon=True).start()
     status = agent.run()
@@ -118,16 +118,16 @@ def main(argv: list[str]) -> int:
 class Agent:
     """One node's agent."""
 
-    options: AgentOptions  # what the batch script asks for
+    options: AgentOptions  # from the batch script
     node: str = field(default_factory=node_name)  # Slurm's name of this node
     _asked_at: float = math.inf  # monotonic seconds of the first signal that ends the job
-    _terminated_at: float = math.inf  # of a SIGTERM that the stop path has not seen yet
+    _terminated_at: float = math.inf  # of a SIGTERM not yet handled by the stop path
     _over: bool = False
     _is_ready: bool = False
     _look_at: float = 0.0
     _note_at: float = math.inf
     _received: list[str] = field(default_factory=list)
-    _staged: dict[str, str] = field(default_factory=dict)  # paths by the names of the entries
+    _staged: dict[str, str] = field(default_factory=dict)  # paths by entry name
     _ranks: list[StartedRank] = field(default_factory=list)
     _watch: Watch | None = None
     _stop: StopPath | None = None
@@ -147,15 +147,15 @@ class Agent:
         self._results = NodeResults(self.options.collect, self._attempt, self.node)
 
     def listen(self) -> None:
-        """Receive the signals that users send to ranks; runs in a thread that never ends."""
+        """Receive signals that users send to ranks; runs in a thread that never ends."""
         while True:
             self.on_signal(signal.sigwait(_FOR_RANKS), None)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal and wake the main loop, which acts on it.
 
-        A pipe wakes the loop. A `threading.Event` could deadlock: the interrupted code may hold
-        the lock of the event.
+        A pipe wakes the loop: a `threading.Event` could deadlock if the interrupted code holds its
+        lock.
         """
         self._received.append(signal.Signals(number).name)
         now = time.monotonic()
@@ -190,10 +190,10 @@ class Agent:
         _LOG.warning("%s: %s", self.node, message)
 
     def run(self) -> int:
-        """Plan, stage, mark the node, listen, verify, wait for the end, clean up.
+        """Plan, stage, mark the node as ready, listen, verify, wait for the end, clean up.
 
         Returns:
-            0 when the node was ready and the job is over, 1 when it could not be made ready.
+            0 if the node was ready, 1 if it could not be made ready.
         """
         name = attempt_channel(os.environ, str(self._attempt))
         monitor = self._monitor()
@@ -208,7 +208,7 @@ class Agent:
             if ready and self.options.collect:
                 self._collect()
         finally:
-            # Whatever ended the loop, clean up: data in /dev/shm would outlive the job otherwise.
+            # Always clean up: data in /dev/shm would outlive the job.
             stopping.remove_pipes(self._attempt, (rank.rank for rank in self._ranks))
             if monitor is not None:
                 monitor.end()  # the exporter ends while the data are removed
@@ -245,8 +245,8 @@ class Agent:
         return monitor
 
     def _make_ready(self, channel: str, monitor: NodeMonitor | None = None) -> bool:
-        """Plan, stage everything and write the node's marker; False if that failed."""
-        # An agent that was killed has made the node ready before: ranks may use the data by now.
+        """Plan, stage all entries and write the node's marker; return False on failure."""
+        # A killed agent has made the node ready before: ranks may be using the data.
         self._is_ready = again = (self._attempt / "nodes" / f"{self.node}.ready.json").exists()
         if self._is_over() and not again:
             return True  # the script ended before this agent could handle its signal
@@ -265,8 +265,8 @@ class Agent:
         except (HpmlError, OSError) as error:
             if again:
                 self._report(f"the agent cannot replace the killed one: {error}")
-            # While the job is being ended, staging fails because it is interrupted: no fault of
-            # this node, and a failed marker would keep the run from continuing.
+            # If the job is being ended, staging fails because it is interrupted. The node is not at
+            # fault, and a failed marker would prevent the run from continuing.
             if again or self._should_stop():
                 return True
             self._mark(
@@ -285,13 +285,13 @@ class Agent:
             **({"collect": len(self.options.collect)} if self.options.collect else {}),
         }
         feed.append(self._log, "ready", node=self.node, **figures)
-        # The marker comes last: as soon as all nodes have one, the script starts the ranks.
+        # Write the marker last: the script starts the ranks when all nodes have one.
         self._is_ready = True
         self._mark("ready", resolves=resolve(self._head_names()), **figures, placed=placed)
         return True
 
     def _take_over(self) -> None:
-        """Continue the work of an agent that was killed: its ranks and their data stay."""
+        """Continue the work of a killed agent: keep its ranks and their data."""
         stager = self._staging.stager
         for name in self.options.job_directories:
             stager.directory(self.options.bases[name])
@@ -312,7 +312,7 @@ class Agent:
         """Plan the node's ranks and write the plan; bind nothing if no plan is possible.
 
         Returns:
-            The figures of the plan that the script prints when all nodes are ready.
+            The figures of the plan, which the script prints when all nodes are ready.
         """
         options, allowed = self._bind, os.sched_getaffinity(0)
         try:
@@ -376,20 +376,19 @@ class Agent:
         while True:
             now = time.monotonic()
             ranks: list[StartedRank] = []
-            if self._stop is not None or self._should_stop():  # otherwise the list is not needed
+            if self._stop is not None or self._should_stop():  # else the list is not needed
                 ranks = [*filter(is_alive, self._started_ranks())]
             if self._is_over():
                 if not ranks:
                     return
-                # The script has ended, but its ranks have not. Data in use are not removed under
-                # them, so they get the time that Slurm leaves, and then SIGKILL while this agent
-                # can still clean up.
+                # The script has ended, but ranks are still using the data. Give them the time that
+                # Slurm leaves, then send SIGKILL while this agent can still clean up.
                 if kill_at == math.inf:
                     kill_at = now + max(1.0, self._rank_grace())
                 if now >= kill_at:
-                    kill_families(ranks)  # before Slurm's SIGKILL, which would end this agent too
-            # Ranks that are just starting have not recorded themselves yet. So a node that is ready
-            # but has no rank waits for `over`, which the script writes at its end.
+                    kill_families(ranks)  # before Slurm's SIGKILL, which also ends this agent
+            # Starting ranks have no record yet, so a ready node without ranks waits for `over`,
+            # which the script writes at its end.
             elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
                 self._stop_ranks(now, ranks)  # records why, so that the run can continue
                 return
@@ -398,14 +397,14 @@ class Agent:
             self._record_software()
             if self._over or self._asked_to_end:
                 pause = min(pause, _RANK_LOOK_SECONDS)
-            # Signals and timeouts both end this wait, so a signal takes effect at once although the
-            # file system is checked only every few seconds.
+            # A signal ends this wait, so it takes effect at once although the file system is
+            # checked only every few seconds.
             select.select([self._wake[0]], [], [], max(0.0, pause))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
 
     def _record_software(self) -> None:
-        """Start to record the ranks' software, once the first rank runs on the first node."""
+        """Start recording the ranks' software when the first rank runs on the first node."""
         if self._software is not None:
             self._software.poll()  # leaves no zombie
             return
@@ -414,11 +413,11 @@ class Agent:
                 self._software = startup.start(self._attempt, rank.pid, rank.program)
 
     def _stop_ranks(self, now: float, ranks: list[StartedRank]) -> float:
-        """Stop the ranks if that is due; returns seconds until the next call is needed."""
+        """Stop the ranks if that is due; return the seconds until the next call."""
         if self._stop is None:
             return self._pass_on_request(now)
         if self._terminated_at < math.inf:
-            # The handler only stores the time: asking Slurm and writing files belong in the loop.
+            # The handler only stores the time; the loop queries Slurm and writes files.
             self._stop.on_sigterm(self._terminated_at)
             self._terminated_at = math.inf
         try:
@@ -433,7 +432,7 @@ class Agent:
         return pause
 
     def _pass_on_request(self, now: float) -> float:
-        """Pass a stop request on to the ranks; returns seconds until the next check.
+        """Pass a stop request on to the ranks; return the seconds until the next check.
 
         For jobs without `checkpoint`: a search stops the trials that it prunes.
         """
@@ -441,17 +440,17 @@ class Agent:
             return math.inf
         if now >= self._request_at:
             self._request_at = now + _POLL_SECONDS
-            # All nodes read the same file of the shared file system, hence only every two seconds.
+            # Only every two seconds, because all nodes read the same file on a shared file system.
             request = Attempt(self._attempt).stop_request()
             if request is not None:
                 self._channel.ask_to_stop(str(request["reason"]))
         return self._request_at - now
 
     def _note_signals(self, now: float) -> float:
-        """Record signals that did not end the job; returns seconds until the next check.
+        """Record signals that did not end the job; return the seconds until the next check.
 
-        Waits a moment before: the script sends a signal too when it writes `over`, and a shared
-        file system may show that file late.
+        Wait a moment first: the script also sends a signal when it writes `over`, and a shared file
+        system may show that file late.
         """
         if self._over:
             return math.inf
@@ -466,9 +465,9 @@ class Agent:
         return min(self._look_at, self._note_at) - now
 
     def _watch_ranks(self, *, closing: bool = False) -> float:
-        """Verify where the ranks run if that is due; returns seconds until the next call is needed.
+        """Verify where the ranks run if that is due; return the seconds until the next call.
 
-        An error ends the verification only; the ranks and their data are not affected.
+        An error ends only the verification and does not affect ranks and data.
         """
         pause = _POLL_SECONDS
         if self._watch is not None:
@@ -488,15 +487,17 @@ class Agent:
 
     def _rank_grace(self) -> float:
         """Return the seconds from a job's SIGTERM until its ranks must have ended."""
-        return self._grace / (2 if self.options.collect else 1)  # the other half is for the results
+        return self._grace / (
+            2 if self.options.collect else 1
+        )  # the other half is for collecting results
 
     @functools.cached_property
     def _grace(self) -> float:
-        """The seconds from a job's SIGTERM until cleaning must begin; asks Slurm."""
+        """Ask Slurm for the seconds from a job's SIGTERM until cleaning must begin."""
         return kill_wait(os.environ) - _CLEAN_SECONDS
 
     def _collect(self) -> None:
-        """Copy the results back; after a signal, for as long as time is left."""
+        """Copy the results back; after a signal, while time is left."""
 
         def should_stop() -> bool:
             return self._asked_to_end and time.monotonic() >= self._asked_at + self._grace

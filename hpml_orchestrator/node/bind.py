@@ -1,19 +1,19 @@
 """`hpml-bind [ATTEMPT] -- COMMAND`: bind this rank as planned, record it, exec the command.
 
-It starts once per rank, perhaps ten thousand times at once from a shared file system. So the node's
-agent plans; this program reads one line of the plan, applies it, reads the result back from the
-kernel, appends one line to the node's record and executes the command in the same process. It
-imports little: json, dataclasses and typing would each add a third to the interpreter's start.
+It starts once per rank, perhaps ten thousand times at once from a shared file system. So the agent
+does the planning, and this program only reads one line of the plan, applies it, reads the result
+back from the kernel, appends one line to the node's record and executes the command in the same
+process. It imports little: json, dataclasses or typing would each add a third to the start time.
 
 It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the name of
-the node agent's socket. HPML_NIC names the nearest network card, for the user's information: NCCL
-and UCX choose among all cards that they see, and NCCL_IB_HCA or UCX_NET_DEVICES would hide cards.
-KMP_AFFINITY and OMP_PROC_BIND are not set: with PyTorch they push all loader workers onto one core.
+the node agent's socket. HPML_NIC with the nearest network card is only information: NCCL and
+UCX choose among all visible cards, and NCCL_IB_HCA or UCX_NET_DEVICES would hide some. It does not
+set KMP_AFFINITY and OMP_PROC_BIND: with PyTorch they push all loader workers onto one core.
 
-If the job saves checkpoints, ranks ignore SIGTERM: Slurm sends it while a rank still has to save,
-and the node's agent ends the rank in time. A program that installs a handler still gets SIGTERM.
+If the job saves checkpoints, ranks ignore SIGTERM: Slurm sends it while a rank must still save, and
+the node's agent ends the rank in time. A program with its own handler still gets SIGTERM.
 
-Without an agent, such as in your own batch script, `planning.bind_alone` plans for this rank.
+Without an agent, as in your own batch script, `planning.bind_alone` plans for this rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import sys
 import time
 from _json import encode_basestring_ascii  # without the rest of the json package
 
-from hpml_orchestrator.node.environment import child_cpus, memory_policy, prefer_memory, set_cpus
+from hpml_orchestrator.node.kernel import child_cpus, memory_policy, prefer_memory, set_cpus
 from hpml_orchestrator.placement.planfile import find, header
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.topology.model import format_list, parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ EXIT_BINDING = 79
 """Exit status of a rank that is not bound as planned, with `verify: strict`."""
 
 _SCHEMA_VERSION = 2
-_COMMAND_CHARS = 1 << 16  # a longer command is not recorded: lines of a record are short
-_OTHERS_SECONDS = 2.0  # lets the other ranks record their binding before the job ends
+_COMMAND_CHARS = 1 << 16  # longer commands are not recorded, to keep lines short
+_OTHERS_SECONDS = 2.0  # lets other ranks record their binding before the job ends
 # Python ignores the first two and the script makes launchers ignore the others. An ignored signal
 # stays ignored across exec, so they are reset for the command.
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2)
 _ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
 # Rank, world size, local rank, local world size, node number; the most specific launcher first.
-# SLURM_PROCID cannot be trusted under these: horovodrun starts its ranks from the batch step, where
+# SLURM_PROCID is wrong with these launchers: horovodrun starts its ranks from the batch step, where
 # it is 0; Open MPI, MPICH and Intel MPI start daemons with srun, and all ranks of a node inherit
 # the daemon's. MPI_LOCALRANKID is set by MPICH and Intel MPI only (Slurm's PMI also sets PMI_RANK).
 _LAUNCHERS = (
@@ -61,7 +61,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "",  # srun starts no daemon on the first node, so SLURM_NODEID is 0 on two nodes
+        "",  # SLURM_NODEID is 0 on two nodes, because srun starts no daemon on the first one
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_NODEID"),
 )
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
             optionally the attempt's directory; then `--` and the command.
 
     Returns:
-        2 for wrong usage, 79 if the rank must be bound and cannot be, 126 or 127 if the command
+        2 for wrong usage, 79 if the rank cannot be bound but must be, 126 or 127 if the command
         cannot be executed.
     """
     if argv[:1] in (["-h"], ["--help"]):
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     if split not in (0, 1) or split + 1 >= len(arguments):
         sys.stderr.write(USAGE)
         return 2
-    if split and arguments[0].startswith("-"):  # a directory of such a name is ./-x
+    if split and arguments[0].startswith("-"):  # a directory with such a name is ./-x
         sys.stderr.write(f"hpml-bind: unknown option {arguments[0]}\n{USAGE}")
         return 2
     attempt = arguments[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
@@ -113,7 +113,7 @@ def run(argv: list[str]) -> int:
 
 
 def _with_own_paths(command: list[str]) -> list[str]:
-    """Put this node's paths of staged data in place of the first node's, in variables, too."""
+    """Replace the first node's paths of staged data by this node's, also in variables."""
     import json  # noqa: PLC0415 - few jobs need these
 
     from hpml_orchestrator.node.environment import ELSEWHERE, node_name  # noqa: PLC0415
@@ -127,9 +127,9 @@ def _with_own_paths(command: list[str]) -> list[str]:
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and GROUP_RANK, as torchrun sets them.
 
-    Empty if the launcher has set RANK itself, and for a process without a launcher, such as one of
-    the batch script: there Slurm sets SLURM_PROCID but not the step's number of tasks.
-    GROUP_RANK is the node's number; if it is unknown, ranks are assumed to be placed in blocks.
+    Empty if the launcher sets RANK itself, and for a process without a launcher, as in the batch
+    script, where Slurm sets SLURM_PROCID but not the step's number of tasks. GROUP_RANK is the
+    node's number; if it is unknown, assume that ranks are placed in blocks.
 
     >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
     ...     "SLURM_STEP_NUM_NODES": "2"})["LOCAL_WORLD_SIZE"]
@@ -158,9 +158,9 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Return how many tasks of this step run on this node; 1 outside of a step.
+    """Return the number of tasks of this step on this node; 1 outside a step.
 
-    SLURM_STEP_TASKS_PER_NODE has it for each node in order, such as `4(x2),3`.
+    SLURM_STEP_TASKS_PER_NODE lists it for all nodes in order, such as `4(x2),3`.
 
     >>> tasks_here({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
     3
@@ -180,10 +180,10 @@ def apply_plan(attempt: str, command: list[str]) -> int:
 
     Args:
         attempt: the attempt's directory.
-        command: of the rank, for the record; rank 0 records its arguments too.
+        command: of the rank, for the record; only rank 0 records the arguments.
 
     Returns:
-        EXIT_BINDING if the rank must be bound as planned and is not, else 0.
+        EXIT_BINDING if the rank is not bound as planned but must be, else 0.
     """
     host = os.uname().nodename
     node = os.environ.get("SLURMD_NODENAME") or host.partition(".")[0]
@@ -192,7 +192,7 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
     _export(head)
     bound = line.get("bind") == "yes"
-    memory_problem = ""  # recorded only: the memory policy is a preference
+    memory_problem = ""  # only recorded: the memory policy is a preference
     if bound:
         problem, hint = set_cpus(line.get("cpus", "")), _ALL_CPUS
         bound = not problem
@@ -205,10 +205,10 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     cpus = os.sched_getaffinity(0)
     child = None
     if verify != "off":
-        # Loader workers are forked from the rank. They must get its CPUs, too, so ask a real child.
+        # Forked loader workers must get the same CPUs, so check with a real child.
         child, child_problem = _child(cpus)
         problem = problem or child_problem
-    # The start time tells this process from a later one with the same pid.
+    # The start time distinguishes this process from a later one with the same pid.
     stat = read_stat("self")
     record: dict[str, object] = {
         "schema_version": _SCHEMA_VERSION,
@@ -285,22 +285,24 @@ def _export(head: dict[str, str]) -> None:
         if key in head:
             os.environ.setdefault(name, head[key])
     if head.get("sigterm") == "ignore":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # across exec, unless the program handles it
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # stays ignored across exec, unless the program handles it
     if "recorder" in head:
         _set_recorder(head["recorder"])
 
 
 def _set_recorder(stem: str) -> None:
-    """Make PyTorch keep NCCL's last collectives and write them when the agent asks.
+    """Make PyTorch record NCCL's last collectives and write them when the agent asks.
 
-    PyTorch would end the program if it cannot create the named pipe, so this creates it.
+    PyTorch ends the program if it cannot create the named pipe, so create it here.
     """
     for name, value in (
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", stem),
     ):
-        # `setdefault`: the user's own settings win.
+        # `setdefault`: the user's settings take precedence.
         os.environ.setdefault(name, value)
     pipe = f"{stem}{os.environ.get('RANK', '0')}.pipe"
     try:
@@ -321,7 +323,7 @@ def _child(cpus: set[int]) -> tuple[str | None, str]:
 
 
 def _append(path: str, record: Mapping[str, object]) -> None:
-    """Append a line of JSON with one write, because all ranks of the node share the file."""
+    """Append a line of JSON with a single write, because all ranks of the node share the file."""
     pairs = ", ".join(f'"{key}": {_json(value)}' for key, value in record.items())
     with open(path, "ab", buffering=0) as stream:
         stream.write(f"{{{pairs}}}\n".encode("ascii"))
@@ -345,18 +347,18 @@ def _at_least(least: int, text: str) -> int:
 
 
 def shield(argv: list[str]) -> int:
-    """Exec a launcher with SIGTERM blocked, because its ranks still have to save.
+    """Exec a launcher with SIGTERM blocked, because its ranks must still save.
 
-    The signal is blocked and not ignored, because launchers such as torchrun install a handler.
-    Child processes inherit that, and hpml-bind unblocks it for the rank. A separate session would
-    not be enough: which processes get a signal depends on Slurm's ProctrackType.
+    Ignoring the signal is not enough, because launchers such as torchrun install a handler. Child
+    processes inherit the mask, and hpml-bind unblocks the signal for the rank. A separate session
+    would not help either: Slurm's ProctrackType determines which processes get a signal.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     return _exec(argv, (signal.SIGPIPE, signal.SIGXFSZ))
 
 
 def _exec(command: list[str], defaults: tuple[signal.Signals, ...] = _DEFAULTS) -> int:
-    """Exec the command as a shell finds it; returns only on an error."""
+    """Exec the command, found as in a shell; return only on an error."""
     for number in defaults:
         signal.signal(number, signal.SIG_DFL)
     reason, status = "command not found", 127

@@ -1,17 +1,17 @@
-"""The agent's end of the training channel: turns the reports of a node's ranks into events.
+"""The agent's side of the training channel: convert reports of ranks to events, and forward them.
 
-Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
+Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their side and
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
-JSONL file of events. The only answer to a rank is a stop request (`node/peers.py`).
+JSONL file of events. The only message to a rank is a stop request (`Peers`).
 
-The shared file system gets few writes, however fast ranks send. Counters are cumulative, so only
-the latest step of each rank is written: once per second at first, later once per 2 % of the job's
-age, and at least every ten minutes. A rank that reports too many other events gets the same
-treatment: the latest event of each name is kept for the next write.
-A rank's first step after its warm-up is always written, since the warm-up ends there. Before any
-other event of a rank, and when the reader stops, its latest step is written.
+There are few writes to the shared file system, however fast ranks send. Counters are cumulative, so
+only the latest step of each rank is written: once per second at first, later once per 2 % of the
+job's age, and at least every ten minutes. If a rank reports too many other events, only the latest
+of each name is kept for the next write. A rank's first step after its warm-up is always written,
+because it marks the end of the warm-up. The latest step of a rank is also written before its other
+events and when the reader stops.
 
-An abstract name belongs to a network namespace: a container with a separate one has no channel.
+Abstract names belong to a network namespace: a container with its own one has no channel.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
-# Forwards the reports of this node's ranks to the exporters of the job and of the whole node.
+# The feed: forward the counters of this node's ranks to the exporters of the job and of the node.
 #
-# The agent keeps each rank's counters, summed over all processes of that rank (torchrun restarts
-# ranks). It sends all of them once a second if some are new, and at least every ten seconds, so
-# that a restarted exporter soon has everything. It never waits for an exporter: if the queue is
-# full, a message is dropped, and the next one contains the same counters.
+# The agent sums the counters of all processes of a rank (torchrun restarts ranks). It sends all
+# counters once per second if some are new, and at least every ten seconds, so that a restarted
+# exporter soon has them. It never waits for an exporter: if the queue is full, it drops a message,
+# and the next one contains the same counters.
 #
 # The job's exporter inherits a socket from the agent; the node's listens at `{run}/exporter.sock`
-# (SOCK_SEQPACKET: each agent has a separate queue there). Messages are those of `records/feed.py`.
+# (SOCK_SEQPACKET: each agent has a separate queue). Messages are those of `records/feed.py`.
 
 EXPORTER_SOCKET = "/run/hpml/exporter.sock"
 _VARIABLE = "HPML_EXPORTER_SOCKET"
@@ -72,7 +72,7 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.EMSGSIZE, errno.EINTR)
 
 
 def exporter_sockets(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return where a node's exporter may listen; HPML_EXPORTER_SOCKET replaces the usual place.
+    """Return the possible sockets of a node's exporter; HPML_EXPORTER_SOCKET replaces the default.
 
     >>> exporter_sockets({}), exporter_sockets({"HPML_EXPORTER_SOCKET": ""})
     (('/run/hpml/exporter.sock',), ())
@@ -86,7 +86,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self.processes: dict[int, list[float]] = {}
-        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of channels that were opened again
+        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of reopened channels
         self.has_buckets = False
         self.gauges: dict[str, float] = {}
         self.method = ""
@@ -95,12 +95,12 @@ class _Rank:
     def take(self, pid: int, values: list[float | None]) -> None:
         """Store the values of a process; None for a counter that it does not report.
 
-        A counter never decreases, unless the process opened a new channel and counts from 0 again.
+        Counters decrease only if the process opened a new channel and counts from 0 again.
         """
         before = self.processes.get(pid, [0.0] * len(values))
         progress = [(old, new) for old, new in zip(before, values[:_PROGRESS]) if old]
-        # Both samples and steps fell: the process has opened a new channel. A single falling
-        # counter is an error of the program, and adding the old value would count it twice.
+        # Samples and steps both decreased: the process opened a new channel. If only one counter
+        # decreases, the program is wrong, and adding the old value would count it twice.
         if progress and all(new is not None and new < old for old, new in progress):
             self.ended = [sum(pair) for pair in zip(self.ended, before)]
             before = [0.0] * len(values)
@@ -116,15 +116,15 @@ class _Rank:
 
 
 class Feed:
-    """Keeps the counters of ranks and sends them to exporters; thread-safe.
+    """Stores the counters of ranks and sends them to exporters; thread-safe.
 
     Args:
-        targets: paths where an exporter of the whole node may listen.
+        targets: paths of sockets of the node's exporter.
         clock: seconds on a monotonic clock.
 
     Attributes:
-        sent: messages that an exporter has taken.
-        dropped: messages that an exporter's queue had no room for.
+        sent: number of messages accepted by exporters.
+        dropped: number of messages dropped because an exporter's queue was full.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class Feed:
         self._send_at = self._beat_at = self._look_at = -math.inf
 
     def add_socket(self, exporter: socket.socket) -> None:
-        """Send to a connected socket from now on; close it when the other end disconnects."""
+        """Start sending to a connected socket; close it when the other end disconnects."""
         exporter.setblocking(False)
         with self._lock:
             self._inherited.append(exporter)
             self._beat_at = -math.inf
 
     def set_binding(self, right: int, wrong: int) -> None:
-        """Set how many ranks of this node are bound as planned, and how many are not."""
+        """Set the numbers of ranks of this node that are and are not bound as planned."""
         with self._lock:
             if self._binding != (right, wrong):
                 self._binding, self._news = (right, wrong), True
@@ -159,9 +159,9 @@ class Feed:
 
         Args:
             rank: global rank.
-            pid: the process, as the kernel vouches for it.
-            data: its counters since it began, and gauges; anything but a number is ignored.
-            buckets: steps by duration, as hpml_channel.py sends them.
+            pid: the process, reported by the kernel.
+            data: its counters since its start, and gauges; values other than numbers are ignored.
+            buckets: steps by duration, as sent by hpml_channel.py.
         """
         with self._lock:
             state = self._ranks.setdefault(rank, _Rank())
@@ -179,7 +179,7 @@ class Feed:
             self._news = True
 
     def act(self, now: float) -> float:
-        """Send what is due; return the seconds until the next call is needed.
+        """Send messages that are due; return the seconds until the next call.
 
         Args:
             now: seconds on the clock.
@@ -196,7 +196,7 @@ class Feed:
             return max(0.0, min(due, self._look_at) - now)
 
     def flush(self) -> None:
-        """Send everything now, at the end of the training or of the node's part of it."""
+        """Send all counters now, at the end of the training."""
         with self._lock:
             self._look()
             self._send(self._clock())
@@ -229,7 +229,7 @@ class Feed:
         """Send messages; False if the exporter is gone."""
         for message in messages:
             try:
-                # The agent's loop also stops ranks in time, so it must never wait for an exporter.
+                # Never wait for an exporter: the agent's loop must also stop ranks in time.
                 exporter.send(message, socket.MSG_DONTWAIT)
                 self.sent += 1
             except OSError as error:
@@ -255,7 +255,7 @@ def amount(value: object) -> float | None:
 def _connect(path: str) -> socket.socket | None:
     exporter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # connect() waits for room in the exporter's backlog, but not for long.
+        # connect() waits for room in the exporter's backlog, so limit it.
         exporter.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEOUT)
         exporter.connect(path)
         exporter.setblocking(False)
@@ -265,10 +265,10 @@ def _connect(path: str) -> socket.socket | None:
     return exporter
 
 
-# The ranks of a node as seen on the training channel: their addresses and signs of life.
+# Peers: the processes that use the channel, their addresses and last messages.
 
 _REAL_TIME_SIGNALS = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
-_MAX_SECONDS = 7 * 86400.0  # a longer save or step must be an error of the sender
+_MAX_SECONDS = 7 * 86400.0  # a longer save or step is an error of the sender
 
 
 @dataclass
@@ -277,12 +277,12 @@ class Peer:
 
     rank: int  # global rank
     address: bytes = b""  # of its socket; empty if it cannot receive anything
-    stacks_fd: int = -1  # descriptor in that process of the file for its stacks; -1 for none
-    stacks_signal: int = 0  # makes it write its stacks; 0 for none
+    stacks_fd: int = -1  # file descriptor in the process for its stacks; -1 for none
+    stacks_signal: int = 0  # signal that makes it write its stacks; 0 for none
 
 
 class Slowest(NamedTuple):
-    """The longest times that ranks reported, in seconds; None without a report."""
+    """Longest times reported by ranks, in seconds; None if not reported."""
 
     save: float | None = None
     step: float | None = None
@@ -307,9 +307,9 @@ class Peers:
         """Record a datagram of a process.
 
         Args:
-            pid: the process, as the kernel vouches for it.
+            pid: the process, reported by the kernel.
             rank: its global rank.
-            address: of the sender's socket; empty if it has none.
+            address: of the sender's socket; empty without one.
         """
         with self._lock:
             self._heard += 1
@@ -317,9 +317,9 @@ class Peers:
             peer.rank, peer.address = rank, address or peer.address
 
     def hello(self, pid: int, data: Mapping[str, object]) -> None:
-        """Record how to read the stacks of a process; invalid values are ignored.
+        """Record how to get the stacks of a process; invalid values are ignored.
 
-        Only a real-time signal is accepted: another one could end a process without a handler.
+        Accept only real-time signals: others could end a process without a handler.
         """
         number, descriptor = data.get("stacks_signal"), data.get("stacks_fd")
         if type(number) is int and type(descriptor) is int and number in _REAL_TIME_SIGNALS:
@@ -328,7 +328,7 @@ class Peers:
                 peer.stacks_fd, peer.stacks_signal = descriptor, number
 
     def take(self, pid: int, event: str, data: Mapping[str, object]) -> None:
-        """Record the duration of steps and saves that an event reports."""
+        """Record the durations of steps and saves in an event."""
         with self._lock:
             if event == "checkpoint":
                 seconds = _seconds(data.get("seconds"))
@@ -338,8 +338,7 @@ class Peers:
                 steps, total = data.get("steps_total"), amount(data.get("step_seconds_total"))
                 if isinstance(steps, (int, float)) and total is not None:
                     steps_before, total_before = self._counted.get(pid, (0.0, 0.0))
-                    # Counters are cumulative, so two reports give the mean over the steps in
-                    # between.
+                    # Counters are cumulative: two reports give the mean of the steps in between.
                     if steps > steps_before:
                         mean = (total - total_before) / (steps - steps_before)
                         self._slowest = self._slowest.over(Slowest(step=_seconds(mean)))
@@ -347,12 +346,12 @@ class Peers:
 
     @property
     def slowest(self) -> Slowest:
-        """The slowest save and the slowest step so far; a step's time is a mean over a second."""
+        """The slowest save and step so far; step times are means over a second."""
         return self._slowest
 
     @property
     def heard(self) -> int:
-        """How many datagrams have arrived so far."""
+        """Number of received datagrams."""
         return self._heard
 
     @property
@@ -362,22 +361,21 @@ class Peers:
             return frozenset(self._stepping)
 
     def by_pid(self) -> dict[int, Peer]:
-        """Return all processes so far, ended ones too."""
+        """Return all processes so far, including ended ones."""
         with self._lock:
             return {pid: Peer(**vars(peer)) for pid, peer in self._peers.items()}
 
     def ask_to_stop(self, channel: socket.socket, reason: str) -> None:
-        """Send a stop request to every process; an ended process is not asked again."""
+        """Send a stop request to every process that has not ended."""
         datagram = json.dumps({"v": 1, "stop": reason}).encode("ascii")
         for pid, peer in self.by_pid().items():
             if peer.address:
                 try:
                     channel.sendto(datagram, peer.address)
                 except BlockingIOError:
-                    continue  # its queue is full of requests that it has not read yet
+                    continue  # its queue is full of unread requests
                 except OSError:
-                    # The socket is gone, and with it the process. A new one introduces itself with
-                    # a new address.
+                    # The process has ended. A new one sends a new address.
                     with self._lock, contextlib.suppress(KeyError):
                         self._peers[pid].address = b""
 
@@ -392,7 +390,7 @@ def _longer(one: float | None, other: float | None) -> float | None:
 
 
 if TYPE_CHECKING:
-    Message: TypeAlias = Mapping[str, Any]  # of a rank: its fields, of which any may be missing
+    Message: TypeAlias = Mapping[str, Any]  # fields of a rank, any of which may be missing
 
 WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
@@ -408,10 +406,10 @@ RANK_EVENTS = (
     "stopping",
     "link",
 )
-"""Events that a rank may report; the run and the node report the others."""
+"""Events that ranks may report; scripts and agents report the others."""
 
 STEP_EVERY_SECONDS = 1.0
-EVENT_WITHIN_SECONDS = 0.1  # one write for events that come together, as all ranks' rendezvous
+EVENT_WITHIN_SECONDS = 0.1  # one write for simultaneous events, such as all ranks' rendezvous
 EVENTS_PER_WINDOW = 50  # per rank; no healthy training reports more
 # A week of 8 ranks is 3.4 MB of steps, and at most as much of other events.
 BYTES_PER_GAP = 2500  # counters of 8 to 10 ranks
@@ -420,9 +418,9 @@ LONGEST_GAP_SECONDS = 600.0
 MAX_PENDING_EVENTS = 10_000
 MAX_RANKS = 4096
 MAX_RANK = 1 << 24
-MAX_NAME_BYTES = 107  # sun_path has 108, the first is the NUL
+MAX_NAME_BYTES = 107  # sun_path has 108 bytes, the first is NUL
 BATCH_DATAGRAMS = 256
-PAUSE_SECONDS = 0.01  # after a full batch: caps what a flood can cost the node
+PAUSE_SECONDS = 0.01  # after a full batch: limits the cost of a flood
 STOP_SECONDS = 1.0
 CLOCK_TOLERANCE_SECONDS = 3600.0
 MAX_DEPTH = 4
@@ -432,10 +430,10 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
-    """Return the abstract socket's name (no leading NUL, under 100 bytes) of this node's agent.
+    """Return the abstract name of this node's socket, under 100 bytes and without the leading NUL.
 
-    It depends on the user, the job, the attempt's directory and the node, so that jobs, attempts
-    and several virtual nodes on one host never share a socket.
+    It depends on user, job, attempt and node, so that jobs, attempts and virtual nodes on one host
+    never share a socket.
     """
     node = environment.get("SLURMD_NODENAME") or ""
     place = f"{attempt}\0{node}\0{job_key(environment)}"
@@ -444,7 +442,7 @@ def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
 
 
 def parse(datagram: bytes) -> Message:
-    """Return the message of a datagram, with a valid rank and data of strict JSON.
+    """Return the message in a datagram, with a valid rank and data in strict JSON.
 
     Raises:
         ValueError: it is not a JSON object of this version.
@@ -466,13 +464,13 @@ def parse(datagram: bytes) -> Message:
 
 
 def event_of(message: Message, *, node: str, now: float) -> Event:
-    """Return the event that a message reports.
+    """Return the event in a message.
 
-    The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
-    A `result` becomes an `evaluation` with `final: true` and its figures in the data.
+    Keep the sender's time if it is within an hour of `now` (seconds since the epoch). A `result`
+    becomes an `evaluation` with `final: true` and its values in the data.
 
     Raises:
-        ValueError: it is an unknown event.
+        ValueError: the event is unknown.
     """
     kind, name = message.get("type"), message.get("event")
     rank, data = message["rank"], message["data"]
@@ -506,14 +504,14 @@ def _clean(value: Any, depth: int = 0) -> Any:
 
 
 class _Allowance:
-    """Limits writing: the pause grows with the bytes written and with the job's age."""
+    """Limits writing: pauses grow with the written bytes and the job's age."""
 
     def __init__(self) -> None:
         self.due = self._paid = -math.inf
         self._began: float | None = None
 
     def spend(self, size: int, now: float) -> None:
-        """Count bytes as written now, in seconds on the clock of `due`."""
+        """Count bytes as written at a time (seconds on the clock of `due`)."""
         self._began = now if self._began is None else self._began
         gap = min(max(1.0, GAP_OF_AGE * (now - self._began)), LONGEST_GAP_SECONDS)
         # Writing BYTES_PER_GAP costs one gap. The gap grows with the job's age, so the file grows
@@ -523,23 +521,23 @@ class _Allowance:
 
 
 class ChannelReader:
-    """Reads the ranks of one node in a thread and writes their events.
+    """Reads messages of the ranks of one node in a thread and writes their events.
 
     Args:
-        name: abstract name without its NUL, see `attempt_channel`.
-        events_file: the node's JSONL file; its directory is made when missing.
+        name: abstract name without NUL, see `attempt_channel`.
+        events_file: the node's JSONL file; its directory is created if missing.
         node: Slurm's name of the node.
-        uid: the only user whose datagrams are accepted; the kernel reports the sender.
+        uid: the only accepted user; the kernel reports the sender.
         clock: seconds since the epoch.
         monotonic: seconds on a clock that is never set.
         feed: receives every rank's counters, for an exporter.
 
     Attributes:
-        received: datagrams taken from the socket.
-        refused: how many of these were another user's, malformed, too long or unknown events.
-        superseded: how many were replaced by a later one of the same rank and name.
-        write_errors: failed writes; their events are kept for the next write.
-        peers: the processes that have sent.
+        received: number of received datagrams.
+        refused: number of datagrams of other users, malformed, too long or with unknown events.
+        superseded: number of events replaced by a later one of the same rank and name.
+        write_errors: number of failed writes; their events are kept for the next write.
+        peers: the sending processes.
     """
 
     def __init__(
@@ -573,22 +571,24 @@ class ChannelReader:
         self._wake: tuple[int, int] = (-1, -1)
         self._stopping = threading.Event()
         self._steps: dict[int, Event] = {}
-        self._stepping: set[int] = set()  # ranks whose first step after the warm-up was taken
+        self._stepping: set[int] = set()  # ranks whose first step after the warm-up has arrived
         self._events: list[Event] = []
-        self._excess: dict[tuple[int, str, bool], Event] = {}  # the latest, for the next window
+        self._excess: dict[
+            tuple[int, str, bool], Event
+        ] = {}  # the latest events, for the next window
         self._in_window: dict[int, int] = {}
         self._events_due = 0.0
         self._step_allowance, self._event_allowance = _Allowance(), _Allowance()
 
     def start(self) -> None:
-        """Bind the socket and begin to read; ranks may send from now on.
+        """Bind the socket and start reading; ranks may send from now on.
 
         Raises:
-            HpmlError: the name is taken, or the directory of events cannot be made.
+            HpmlError: the name is in use, or the directory of events cannot be created.
         """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # Before bind: a datagram that comes first would be without credentials.
+            # Before bind: an earlier datagram would have no credentials.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._socket.setblocking(False)
             self._socket.bind("\0" + self.name)
@@ -604,7 +604,7 @@ class ChannelReader:
         self._thread.start()
 
     def stop(self) -> None:
-        """Read the queue (for a second at most), write everything and close; harmless twice."""
+        """Read the queue (at most a second), write all events and close; may be called twice."""
         if self._thread is None:
             return
         self._stopping.set()
@@ -616,7 +616,7 @@ class ChannelReader:
             os.close(fd)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Send a stop request to every rank that can be reached; to no rank before `start`."""
+        """Send a stop request to every reachable rank; do nothing before `start`."""
         self.peers.ask_to_stop(self._socket, reason)
 
     def __enter__(self) -> ChannelReader:  # noqa: PYI034 - typing.Self came with Python 3.11
@@ -632,8 +632,8 @@ class ChannelReader:
         poll.register(self._wake[0], select.POLLIN)
         while not self._stopping.is_set():
             poll.poll(self._wait_ms())
-            # A full batch means that ranks send faster than this thread reads. Pausing is safe:
-            # a rank whose socket is full keeps its events for later, and never waits.
+            # After a full batch, ranks are sending faster than this thread reads. Pausing is
+            # safe: a rank whose socket is full keeps its events and never waits.
             if self._receive() >= BATCH_DATAGRAMS:
                 self._stopping.wait(PAUSE_SECONDS)
             self._write_due(self._monotonic())
@@ -643,19 +643,19 @@ class ChannelReader:
         self._write(self._steps, self._excess)
 
     def _wait_ms(self) -> float | None:
-        """Return the milliseconds until the next write is due; None if nothing is pending."""
+        """Return the milliseconds until the next write; None if nothing is pending."""
         due = [self._events_due] if self._events else []
         due += [self._step_allowance.due] if self._steps else []
         due += [self._window_due()] if self._excess else []
         return max(0.0, min(due) - self._monotonic()) * 1000 + 1 if due else None
 
     def _receive(self) -> int:
-        """Read queued datagrams, at most a batch; return how many."""
-        # Room for the credentials only: the kernel closes descriptors that a sender attaches.
+        """Read at most one batch of queued datagrams; return their number."""
+        # Room only for the credentials: the kernel closes descriptors attached by a sender.
         room = socket.CMSG_SPACE(_UCRED.size)
         for taken in range(BATCH_DATAGRAMS):
             try:
-                # One byte more than allowed, so that a longer datagram shows as truncated.
+                # One byte more than allowed, to detect longer datagrams.
                 datagram, ancillary, flags, address = self._socket.recvmsg(
                     MAX_DATAGRAM_BYTES + 1, room
                 )
@@ -673,7 +673,7 @@ class ChannelReader:
         return BATCH_DATAGRAMS
 
     def _take(self, message: Message, sender: int, address: bytes) -> None:
-        """Take in one message of a process; ValueError if it is refused."""
+        """Process one message; raise ValueError to refuse it."""
         rank, data = message["rank"], message["data"]
         if message.get("type") == "hello":
             self.peers.hear(sender, rank, address)
@@ -687,7 +687,7 @@ class ChannelReader:
             self._feed.take(rank, sender, data, message.get("step_buckets"))
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
-        """Return the process that sent, as the kernel vouches; None for another user's."""
+        """Return the sending process, reported by the kernel; None for other users."""
         for level, kind, data in ancillary:
             ours = level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS
             if ours and len(data) == _UCRED.size:
@@ -701,8 +701,7 @@ class ChannelReader:
             raise ValueError("more ranks than a node has")
         seen = self._in_window.setdefault(rank, 0)
         if event.event == "step":
-            # This step ends the warm-up, so it is written at once and never replaced by a later
-            # one.
+            # This step ends the warm-up, so write it at once; no later step may replace it.
             if rank not in self._stepping:
                 self._stepping.add(rank)
                 self._hold(event)
@@ -717,7 +716,7 @@ class ChannelReader:
             self._in_window[rank] = seen + 1
             if event.event == "warm-up":
                 self._stepping.discard(rank)
-            # The latest step first: it may be the last that this process reported.
+            # Write the latest step first: it may be the last one of this process.
             if rank in self._steps:
                 self._hold(self._steps.pop(rank))
             self._hold(event)
@@ -736,16 +735,16 @@ class ChannelReader:
             self._write(steps, excess)
 
     def _window_due(self) -> float:
-        """Return when the next window of events begins: not before the pending ones are written."""
+        """Return the start of the next window of events, after writing the pending ones."""
         return max(self._events_due, self._event_allowance.due)
 
     def _write(self, steps: dict[int, Event], excess: dict[tuple[int, str, bool], Event]) -> None:
-        """Append all pending events with one write; after an error they are kept for the next."""
+        """Append all pending events with one write; after an error, keep them for the next one."""
         batch = [(event, self._event_allowance) for event in (*self._events, *excess.values())]
         batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:
             return
-        # Kept steps are older than events that came later; readers expect a node's file in order.
+        # Kept steps are older than later events; readers expect a node's file in order.
         batch.sort(key=lambda pair: pair[0].time)
         lines = [event.to_json() for event, _ in batch]
         now = self._monotonic()

@@ -1,6 +1,7 @@
-"""Whether a run continues after an attempt, and in which job: a requeue or a continuation.
+"""Decide whether a run continues after an attempt, and start its next job.
 
-`decide` is called before the attempt's end is recorded, `continue_run` after the agents have ended.
+The next job is a requeue or a continuation. `decide` is called before the attempt's end is
+recorded, `continue_run` after the agents have ended.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from hpml_orchestrator.records.submission import Submission
 if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Checkpoint
 
-# The state of this job: why it is being ended, when it ends, and the cluster's KillWait.
+# The state of this job in Slurm: why and when it ends, and the cluster's KillWait.
 #
-# A local job has no `scontrol`: its state is in the file that its supervisor writes.
+# For a local job the state is in a file written by its supervisor.
 
 _KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _QUERY_SECONDS = 5.0
@@ -40,15 +41,15 @@ _ENDING = (
 _FAILURES = ("NodeDown", "NodeFail", "SystemFailure", "JobLaunchFailure")
 
 Run = Callable[[Sequence[str], Mapping[str, str]], str]
-"""Runs a command with an environment and returns its output; OSError if that fails."""
+"""Runs a command with an environment and returns its output; raises OSError on failure."""
 
 
 class AllocationState(NamedTuple):
     """The state of a job.
 
     Attributes:
-        state: RUNNING, CANCELLED, TIMEOUT, PREEMPTED, REQUEUED or FAILED; empty without an answer.
-        end: when the time limit ends it, in seconds since the epoch; None if unknown or unlimited.
+        state: RUNNING, CANCELLED, TIMEOUT, PREEMPTED, REQUEUED or FAILED; empty if unknown.
+        end: end by the time limit, seconds since the epoch; None if unknown or unlimited.
     """
 
     state: str = ""
@@ -56,7 +57,7 @@ class AllocationState(NamedTuple):
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run a command for a few seconds at most and return its output.
+    """Run a command for at most a few seconds and return its output.
 
     Raises:
         OSError: it cannot be run, failed, or took too long.
@@ -78,13 +79,13 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def ask(environment: Mapping[str, str], run: Run = run_command) -> AllocationState:
-    """Return the state of the job that these variables belong to."""
+    """Return the state of the job with these environment variables."""
     if "HPML_LOCAL_STEPS" in environment:
         return _local(environment["HPML_LOCAL_STEPS"])
     job_id, restarts = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_RESTART_COUNT")
-    # SLURM_CLUSTERS would ask another cluster, where the id may be another job's.
+    # SLURM_CLUSTERS would query another cluster, where another job may have this id.
     plain = {name: text for name, text in environment.items() if name != "SLURM_CLUSTERS"}
-    # A user may have set another format, even a relative one.
+    # The user may have set another time format, even a relative one.
     plain["SLURM_TIME_FORMAT"] = "standard"
     try:
         shown = run(["scontrol", "show", "job", job_id], plain)
@@ -96,20 +97,20 @@ def ask(environment: Mapping[str, str], run: Run = run_command) -> AllocationSta
 def parse_job(text: str, job_id: str, *, restarts: int = 0) -> AllocationState:
     """Return the state of a job in the output of `scontrol show job`.
 
-    While a job is being ended its state is COMPLETING, whatever the reason (22.05 to 26.05); the
-    reason is in other fields.
+    While a job is being ended, its state is COMPLETING (Slurm 22.05 to 26.05), and the reason is in
+    other fields.
 
     Args:
-        text: the output; of an array it has all tasks.
+        text: the output, with all tasks of an array.
         job_id: the job's own id.
-        restarts: how often this job had been requeued when this start of it began.
+        restarts: number of requeues of this job before this attempt.
     """
     for job in re.split(r"\n(?=JobId=)", text.lstrip("\n")):
         if re.match(rf"JobId={re.escape(job_id)}\s", job):
             break
     else:
         return AllocationState()
-    # The first line is left out: it has the job's name, which may contain anything.
+    # Skip the first line: it contains the job's name, which may be any text.
     fields = dict(
         pair
         for line in job.splitlines()[1:]
@@ -118,11 +119,11 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> AllocationState:
     )
     state, reason = fields.get("JobState", ""), fields.get("Reason", "")
     end = _time(fields.get("EndTime", ""))
-    if state and state not in _ENDING:  # SIGNALING, RESIZING and others are flags of a running job
+    if state and state not in _ENDING:  # SIGNALING, RESIZING and others are flags of running jobs
         return AllocationState("RUNNING", end)
     preempted = fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
-    # The order matters: a job that is preempted or at its time limit may be requeued as well, and
-    # whether the run continues depends on what ended it.
+    # The order matters: a job that was preempted or reached its time limit may also be requeued,
+    # but the cause decides whether the run continues.
     if reason == "TimeLimit" or state == "TIMEOUT":
         state = "TIMEOUT"
     elif preempted or state == "PREEMPTED":
@@ -137,7 +138,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> AllocationState:
 
 
 def _time(text: str) -> float | None:
-    """Return a local time of Slurm in seconds since the epoch; None for words."""
+    """Return a local time from Slurm in seconds since the epoch; None for words."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -157,7 +158,7 @@ def _local(steps: str) -> AllocationState:
 
 
 def kill_wait(environment: Mapping[str, str], run: Run = run_command) -> float:
-    """Return the seconds from a job's SIGTERM to its SIGKILL, as the cluster is configured."""
+    """Return the cluster's KillWait: seconds from a job's SIGTERM to its SIGKILL."""
     with contextlib.suppress(OSError, ValueError):
         if "HPML_LOCAL_KILL_WAIT" in environment:
             return float(environment["HPML_LOCAL_KILL_WAIT"])
@@ -168,12 +169,17 @@ def kill_wait(environment: Mapping[str, str], run: Run = run_command) -> float:
 
 
 EXIT_CONTINUED = 75
-"""Exit status of a script whose run continues in another job: not 0, since the run is not done."""
+"""Exit status of a script whose run continues in another job; not 0, as the run is incomplete."""
 
 REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
-"""Why an attempt ended before the run was done, by Slurm's state."""
+"""Why an attempt ended before the run was complete, by state in Slurm."""
 
-_ASKED = ("time_limit", "preemption", "hang", "requested")  # not a search, which gives a point up
+_ASKED = (
+    "time_limit",
+    "preemption",
+    "hang",
+    "requested",
+)  # except by a search, which prunes a trial
 _PATIENCE_SECONDS = 600.0
 _AGAIN_SECONDS = 5.0
 _COMMAND_SECONDS = 120.0
@@ -189,8 +195,8 @@ class Decision(NamedTuple):
     """Whether a run continues."""
 
     goes_on: bool = False  # whether it continues
-    why: str = ""  # what ended the attempt before the run was done; empty if the run is done
-    stays: str = ""  # why an unfinished run does not continue
+    why: str = ""  # what ended the attempt early; empty if the run is complete
+    stays: str = ""  # why an incomplete run does not continue
 
 
 def decide(
@@ -207,25 +213,24 @@ def decide(
 
     Args:
         options: the job's `checkpoint`.
-        state: how the attempt ended, in Slurm's word.
+        state: how the attempt ended, as in Slurm.
         exit_code: of the ranks.
-        asked: the reason for which the ranks were asked to stop; empty if they were not.
+        asked: reason of the stop request to the ranks; empty without one.
         stopping: whether a rank reported that it stops on request.
         channel: whether any rank used the channel.
-        progress: for each attempt so far, this one last: whether it made progress.
+        progress: for each attempt, this one last, whether it made progress.
     """
-    # Never continue against the user's will: neither a cancelled job nor a trial that a search has
-    # given up.
+    # Never continue a job that the user cancelled or a trial that a search pruned.
     if not options.enabled or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked in _ASKED:
-        # Without the channel only a signal can have asked the program to stop. After one, its 0 may
-        # mean "saved" as well as "done", so the run continues; if it is done, it ends at once.
+        # Without the channel, a signal may have asked the program to stop. Its exit status 0 then
+        # means "saved" or "complete", so the run continues; if it is complete, it ends at once.
         signalled = bool(options.signal) or asked == "preemption"
         stopped = stopping if channel else signalled
         done = exit_code == 0 and not stopped and state == "COMPLETED"
         why = "" if done else asked
-        if asked == "preemption":  # agents use this for any SIGTERM; Slurm has the reason
+        if asked == "preemption":  # agents use this for any SIGTERM; Slurm knows the reason
             why = why and REASONS.get(state, why)
     else:
         why = REASONS.get(state, "")
@@ -233,8 +238,7 @@ def decide(
         return Decision(why=why)
     if len(progress) >= options.attempts:
         return Decision(why=why, stays=f"{options.attempts} attempts are used up")
-    # A run that saves nothing new would start over until its attempts are used up, and waste the
-    # hours of all of them.
+    # A run that saves nothing new would only waste its remaining attempts.
     if len(progress) >= _WITHOUT_PROGRESS and not any(progress[-_WITHOUT_PROGRESS:]):
         return Decision(
             why=why,
@@ -248,7 +252,7 @@ def continue_run(attempt: str, submission: str, code: str) -> int:
     records = Attempt(Path(attempt))
     status = int(code)
     if records.ended is None and records.stop_request():
-        status = status or 1  # its end could not be recorded: the run is not done
+        status = status or 1  # its end could not be recorded, so the run is incomplete
     if records.goes_on:
         try:
             stays = _next_job(records, NodeJob.read(Path(submission)))
@@ -264,7 +268,7 @@ def continue_run(attempt: str, submission: str, code: str) -> int:
 
 
 def _next_job(records: Attempt, read: NodeJob) -> str:
-    """Requeue this job, or submit a continuation; return why neither is possible, or nothing."""
+    """Requeue this job or submit a continuation; return the reason if neither is possible."""
     job_id = job_name(os.environ)
     state = ask(os.environ).state
     if state == "CANCELLED":
@@ -276,7 +280,7 @@ def _next_job(records: Attempt, read: NodeJob) -> str:
     if read.site.can_requeue:
         refused = "" if state == "REQUEUED" else _requeue(job_id)
     if not refused:
-        # Recorded first: the job may be killed at any moment now.
+        # Record this first: the job may be killed at any moment.
         records.record_next("requeue", job_id, exclude=avoid, now=time.time())
         if avoid:
             exclude = _excluded(job_id, avoid)
@@ -289,7 +293,7 @@ def _next_job(records: Attempt, read: NodeJob) -> str:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return the id of this job alone: SLURM_JOB_ID of an array's task may mean the whole array."""
+    """Return the id of only this job: SLURM_JOB_ID of an array task may mean the whole array."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
@@ -297,9 +301,9 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _requeue(job_id: str) -> str:
-    """Requeue this job; return why that is refused, or nothing.
+    """Requeue this job; return the reason if that is refused.
 
-    Slurm may have done so already, after a preemption or the failure of a node.
+    After a preemption or a node failure, Slurm may have requeued it already.
     """
     done = _patiently(["scontrol", "requeue", job_id])
     if done.returncode == 0 or _UNDER_WAY.search(done.stderr):
@@ -310,7 +314,7 @@ def _requeue(job_id: str) -> str:
 
 
 def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
-    """Submit a continuation; return why that is impossible, or nothing."""
+    """Submit a continuation; return the reason if that is impossible."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     run = records.directory.parents[1]
     sid = run.name.rpartition(".")[0] if task else run.name
@@ -322,20 +326,19 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
     recorded = read_text(submission.directory / "arguments").split("\0")[:-1]
     if recorded[:1] != ["sbatch"]:
         return f"no call of sbatch is recorded in {submission.directory}"
-    # `hpml requeue` on a login node may submit the continuation at the same time. The mark is
-    # created exclusively, so only one of them calls sbatch.
+    # `hpml requeue` on a login node may submit the continuation at the same time. The start marker
+    # is created exclusively, so only one of them calls sbatch.
     if not records.mark_start(1, now=time.time()):
-        return ""  # another hpml is submitting it, or has done so
+        return ""  # another hpml process submits it
     exclude = _excluded(job_id, avoid)
-    # Slurm refuses to exclude a node that it no longer knows. Continuing on a doubtful node is
-    # better than not continuing.
+    # Slurm refuses to exclude an unknown node. Continuing on a doubtful node is better than not
+    # continuing.
     tries = [exclude, ""] if exclude else [""]
     for left_out in tries:
         arguments = continuation_arguments(
             recorded, after=job_id, exclude=left_out, index=submission.index
         )
-        # sbatch answers into files: if this process is killed meanwhile, the job's id is still on
-        # record.
+        # sbatch writes to files: if this process is killed, the job's id is still recorded.
         out, err = records.directory / "sbatch.out", records.directory / "sbatch.err"
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
             done = subprocess.run(
@@ -359,7 +362,7 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
             return ""
         message = read_text(err) + answer
         if not done.returncode or _UNREACHABLE.search(message):
-            # A job may exist nevertheless; the next query of the run's state finds it.
+            # A job may still exist; the next query of the run's state finds it.
             _say(f"sbatch gave no usable answer: {_clean(message)}")
             return ""
     return f"sbatch refused: {_clean(message)}"
@@ -368,13 +371,13 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
 def continuation_arguments(
     recorded: Sequence[str], *, after: str = "", exclude: str = "", index: int | None = None
 ) -> list[str]:
-    """Return the call of sbatch for a continuation.
+    """Return the sbatch command for a continuation.
 
     Args:
-        recorded: the call that submitted the run's first job; its dependencies are met.
-        after: the job that must end before.
-        exclude: nodes that it must not get.
-        index: of the task to continue; None for a job that is not an array.
+        recorded: the command that submitted the run's first job; its dependencies are met.
+        after: the job that must end first.
+        exclude: nodes to exclude.
+        index: of the array task to continue; None without an array.
     """
     *options, script = recorded
     kept = [
@@ -401,8 +404,8 @@ def _excluded(job_id: str, avoid: Sequence[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    # The variables that the script started with. Its own are changed by modules and environments by
-    # now, and those of this job, such as SLURM_MEM_PER_NODE, must not reach the next one.
+    # Use the initial variables of the script: modules and environments have changed the current
+    # ones, and this job's variables, such as SLURM_MEM_PER_NODE, must not reach the next job.
     with open(f"/proc/{os.getppid()}/environ", "rb") as stream:
         entries = stream.read().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
@@ -414,8 +417,8 @@ def _environment() -> dict[str, str]:
 
 
 def _patiently(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # A controller that restarts is away for minutes. The job still runs, so asking again costs
-    # little, and giving up would end the run.
+    # A restart of the controller takes minutes. Retrying costs little because the job still runs,
+    # but giving up would end the run.
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         done = _command(command)

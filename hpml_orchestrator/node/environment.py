@@ -1,9 +1,8 @@
-"""What a node's agent and ranks find in their environment: options, variables, kernel."""
+"""The environment of a node's agent and ranks: variables and options."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import socket
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.job import NodeJob, SiteLimits
-from hpml_orchestrator.topology.model import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,13 +18,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job, Stage
 
 ELSEWHERE = "HPML_STAGE_ELSEWHERE"
-"""JSON: by the name of a node, the paths of staged data that are others there."""
+"""Variable with JSON: by node, the paths of staged data that differ from the first node's."""
 
 _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's name of this node; the host's short name without Slurm."""
+    """Return this node's name in Slurm; without Slurm the short host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
@@ -37,13 +35,13 @@ def job_key(environment: Mapping[str, str]) -> str:
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable as a number; the default if it is not set, or not a number."""
+    """Return a variable as a number; the default if it is not set or not a number."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else default
 
 
 def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    """Return this node's index in the job and the number of nodes."""
     nodes = integer(environment, "SLURM_NNODES", 1)
     return integer(environment, "SLURM_NODEID", 0), max(1, nodes)
 
@@ -51,7 +49,7 @@ def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
 def node_names(text: str) -> list[str]:
     """Return the names in a job's node list; empty if it cannot be read.
 
-    Not `scheduler.nodelist`, which needs a library: nodes may have only Python.
+    Does not use `scheduler`, which needs a library: nodes may have only Python.
 
     >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
     (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
@@ -72,7 +70,7 @@ def node_names(text: str) -> list[str]:
     return names
 
 
-# What a node's agent works with: `agent.json`, and what only the batch script's shell knows.
+# The options of an agent: from `agent.json` and from the batch script's shell.
 
 
 @dataclass(frozen=True)
@@ -82,18 +80,18 @@ class AgentOptions:
     attempt: Path  # the attempt's directory
     job: Job
     site: SiteLimits = field(default_factory=SiteLimits)
-    bases: Mapping[str, str] = field(default_factory=dict)  # directories of `shm` and `local`
-    job_directories: Sequence[str] = ()  # in which of these the job gets an empty directory
-    # Source and target of each result to copy back, the most important first
+    bases: Mapping[str, str] = field(default_factory=dict)  # directories for `shm` and `local`
+    job_directories: Sequence[str] = ()  # those in which the job gets an empty directory
+    # Source and target of each result to copy back, most important first
     collect: Sequence[tuple[str, str]] = ()
 
     def at_its_directory(self, stage: Stage) -> Stage:
-        """Return an entry of `stage` with this node's directory in place of `shm` or `local`."""
+        """Return an entry of `stage` with `shm` or `local` replaced by this node's directory."""
         return replace(stage, target=self.bases.get(stage.target, stage.target))
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:
-    """Return the options of `agent ATTEMPT SUBMISSION …`; see the help of each.
+    """Return the options in `agent ATTEMPT SUBMISSION …`; the help of each describes it.
 
     Raises:
         RecordError: the submission's `agent.json` cannot be read.
@@ -123,98 +121,3 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     bases = {name: path for name in ("shm", "local") if (path := getattr(given, name))}
     collect = [(source, target) for source, target in given.collect]
     return AgentOptions(given.attempt, read.job, read.site, bases, given.job_directory, collect)
-
-
-# CPU affinity and memory policy of a rank, set and read through the kernel.
-#
-# It imports little, because every rank imports it at its start.
-
-_PREFERRED = 1  # MPOL_PREFERRED: memory from there while it has some, else from elsewhere
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}
-_WORD_BITS = 64
-
-
-def set_cpus(cpus: str) -> str:
-    """Set this process's CPU affinity and read it back.
-
-    The kernel silently ignores CPUs outside of the cpuset. A rank that would get only some of its
-    CPUs keeps those that it was started with, since these few may be far too few.
-
-    Args:
-        cpus: in the kernel's list format.
-
-    Returns:
-        The problem, or the empty text.
-    """
-    wanted = frozenset(parse_list(cpus))
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, wanted)
-        actual = os.sched_getaffinity(0)
-        if actual == wanted:
-            return ""
-        os.sched_setaffinity(0, before)
-        refused = f"allows only {format_list(actual)}"
-    except (OSError, ValueError, OverflowError) as error:
-        refused = f"refuses them: {getattr(error, 'strerror', None) or error}"
-    started = f"the rank was started with {format_list(before)}"
-    return f"the plan assigns CPUs {cpus or 'none'}, the kernel {refused}; {started}"
-
-
-def prefer_memory(domain: int) -> str:
-    """Prefer the memory of a NUMA domain, for this process and its children.
-
-    Preferred and not bound: a process that is bound to memory outside of its cpuset is killed.
-
-    Returns:
-        The empty text, or why it failed: the domain is not in the job's cpuset (EINVAL), or a
-        container's seccomp filter refuses the call (EPERM, ENOSYS).
-    """
-    machine = os.uname().machine
-    if machine not in _SET_MEMPOLICY:
-        return f"memory policy on {machine}: its system call is not known"
-    words = domain // _WORD_BITS + 1
-    mask = (1 << domain).to_bytes(words * _WORD_BITS // 8, "little")
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    # The kernel reads one bit less than the length that it is given.
-    if syscall(_SET_MEMPOLICY[machine], _PREFERRED, mask, words * _WORD_BITS + 1) == 0:
-        return ""
-    reason = os.strerror(ctypes.get_errno())
-    return f"memory of NUMA domain {domain} cannot be preferred: {reason}"
-
-
-def memory_policy() -> str | None:
-    """Return this process's memory policy as the kernel writes it, such as `default` or `prefer:3`.
-
-    None if it cannot be read. The first line of numa_maps is the interpreter's program file, which
-    has no policy of its own, so the line shows that of the process.
-    """
-    try:
-        with open("/proc/self/numa_maps", "rb", buffering=0) as stream:
-            return stream.read(256).decode("ascii", "replace").split()[1]
-    except (OSError, IndexError):
-        return None
-
-
-def child_cpus() -> frozenset[int]:
-    """Return the CPUs that a forked child may use.
-
-    Raises:
-        OSError: no child can be forked.
-        ValueError: the child ended before it answered.
-    """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writer, format_list(os.sched_getaffinity(0)).encode())
-        finally:
-            # No clean-up in the child: the buffers and exit handlers are the parent's.
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as stream:
-        answer = stream.read()
-    os.waitpid(child, 0)
-    if not answer:
-        raise ValueError("a forked child reported no CPUs")
-    return frozenset(parse_list(answer.decode()))

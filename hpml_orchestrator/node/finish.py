@@ -1,7 +1,7 @@
 """The end of a job: determine its cause, verify the binding, and record both.
 
-Slurm reports the reason for ending a job only in the job's output, and a launcher's exit status
-does not identify the rank that failed first. So both are read from the output.
+Slurm reports why it ended a job only in the job's output, and a launcher's exit status does not
+identify the rank that failed first. So this module reads both from the output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _SIGNALLED = 128
 _KILLED = _SIGNALLED + signal.SIGKILL
-_CAN_REACT = ("time_limit", "preemption", "requested")  # ranks that hang cannot
+_CAN_REACT = ("time_limit", "preemption", "requested")  # hanging ranks cannot
 
 # `slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-22T11:04:23 DUE TO TIME LIMIT ***`,
 # the same from 22.05 to 26.05; local jobs have the line from their supervisor.
@@ -57,11 +57,11 @@ _STOPPED = {
     "hang": ("FAILED", "ranks hung"),
     "requested": ("FAILED", "stopped as requested"),
 }
-"""State and reason of an attempt whose ranks were asked to stop, by why."""
+"""State and reason of an attempt whose ranks were asked to stop, by reason of the request."""
 _UNSAVED = "nothing was saved below"
 _SAVE_THERE = "have it save to {checkpoint.dir}, or set checkpoint.directory to where it saves"
 # `srun: error: node1: tasks 2-3: Exited with exit code 7`, or strsignal's text of a signal.
-# Programs may print anything, so every repetition is bounded: no output takes long to search.
+# Every repetition is bounded, so that searching takes little time whatever programs print.
 _SRUN = (
     r"^srun: error: \S{1,255}: tasks? (?P<rank>\d{1,9})[\d,-]{0,255}: "
     r"(?:Exited with exit code (?P<code>\d{1,3}\b)|(?P<word>\w[\w -]{0,40}))"
@@ -89,11 +89,11 @@ _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 # `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen.
 _KILLED_FOR_MEMORY = re.compile(r"slurmstepd\S{0,255}: error: Detected \d{1,9} oom[-_]kill event")
 
-# Messages of failing programs. torch and torchrun name the rank at the beginning of a line.
+# Messages of failing programs. torch and torchrun print the rank at the beginning of a line.
 _RANK = re.compile(r"\[(?:rank|default)(\d{1,9})\]: ?")
 _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?")
-# Exceptions of ranks that lost a failed rank, and of the launcher.
+# Exceptions of the launcher and of ranks that lost the connection to a failed rank.
 _FOLLOWS = re.compile(
     r"ChildFailedError|SignalException|Dist(?:Backend|Network)Error|BrokenPipe|Broken pipe"
     r"|[Cc]onnection (?:closed|reset|refused|aborted)|Connection(?:Reset|Refused|Aborted)Error"
@@ -111,13 +111,13 @@ _SAID_CHARS = 240
 class Ending(NamedTuple):
     """How an attempt ended."""
 
-    exit_code: int  # the script's: if known, the failed rank's status, or 128 plus its signal
-    state: str  # Slurm's word
+    exit_code: int  # of the script; if known, the failed rank's status or 128 plus its signal
+    state: str  # as in Slurm
     reason: str  # in words
 
 
 def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
-    """Report wrong bindings, record how the attempt ended, print the script's status.
+    """Report wrong bindings, record how the attempt ended, and print the script's exit status.
 
     Writes `ended.json` and the event `ended`.
 
@@ -134,9 +134,9 @@ def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
     job = _job(Path(submission))
     launcher: str = job.launcher if job else ""
     if records.markers("failed"):
-        launcher = ""  # no rank has started: what srun reports is the step of the agents
+        launcher = ""  # no rank has started: srun reports about the step of the agents
     end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
-    # A crash in Python's own shutdown says nothing about the training, so name it as what it is.
+    # A crash while Python shuts down says nothing about the training, so report it as such.
     if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
         end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
@@ -147,14 +147,14 @@ def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
     lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     misplaced = failed or end.exit_code == BindingError.exit_code
-    # Only where nothing more specific explains the end.
+    # Only if nothing more specific explains the end.
     if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
         end = Ending(BindingError.exit_code, "FAILED", "binding")
     lines, missing = verify_results(records.markers("collected"), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     if missing and end.state == "COMPLETED":
         end = Ending(StagingError.exit_code, "FAILED", "results were not collected")
-    # All agents have ended. Their rendezvous files hold the secret of the job's chains.
+    # All agents have ended. Their rendezvous files contain the secret of the job's chains.
     shutil.rmtree(directory / "chain", ignore_errors=True)
     sys.stdout.write(f"{end.exit_code}\n")
     if future.get("why"):  # launchers print a lot about ranks that were ended
@@ -172,7 +172,7 @@ def finish(attempt: str, submission: str, code: str, reason: str = "") -> int:
 
 
 def _job(submission: Path) -> Job | None:
-    """Return the job; None if its file is gone: the end of the attempt is recorded anyway."""
+    """Return the job; None if its file is missing (the end of the attempt is still recorded)."""
     try:
         return NodeJob.read(submission).job
     except RecordError as error:
@@ -181,7 +181,7 @@ def _job(submission: Path) -> Job | None:
 
 
 def _future(records: Attempt, options: Checkpoint, end: Ending) -> tuple[Ending, dict[str, object]]:
-    """Decide whether the run continues; return the ending that follows, and fields to record."""
+    """Decide whether the run continues; return the resulting ending and fields to record."""
     reached = progress_of(records)
     flags: list[bool] = []
     best: int | None = None
@@ -195,7 +195,7 @@ def _future(records: Attempt, options: Checkpoint, end: Ending) -> tuple[Ending,
     if reached.step is not None:
         flags.append(best is None or reached.step > best)
     else:
-        # Programs that report no steps make progress if they write to their checkpoint directory.
+        # A program that reports no steps makes progress if it writes to its checkpoint directory.
         # Compare times of files with each other: this node's clock may differ from the server's.
         began = os.stat(records.directory / "head.json").st_mtime
         flags.append(bool(directory) and written_since(directory, began))
@@ -225,7 +225,7 @@ def _future(records: Attempt, options: Checkpoint, end: Ending) -> tuple[Ending,
         state, words = _STOPPED[decision.why]
         if end.exit_code == 0:
             state = "REQUEUED" if decision.goes_on else state
-        elif "SIGKILL" not in end.reason:  # agents send it to ranks that have not stopped
+        elif "SIGKILL" not in end.reason:  # sent by agents to ranks that have not stopped
             words = f"{words}: {end.reason}"
         end = Ending(end.exit_code, state, words)
     if unsaved:
@@ -237,7 +237,7 @@ def _future(records: Attempt, options: Checkpoint, end: Ending) -> tuple[Ending,
 
 
 def _ignored(records: Attempt, reached: TrainingProgress, end: Ending) -> dict[str, str]:
-    """Return a sentence to record if the program ignored the request to stop; else nothing."""
+    """Return a sentence to record if the program ignored the stop request; else empty."""
     asked = (records.stop_request() or {}).get("reason")
     # Agents send SIGKILL to ranks that have not stopped in time.
     if asked not in _CAN_REACT or reached.stopping or end.exit_code != _KILLED:
@@ -267,22 +267,22 @@ def ending(
     Args:
         status: of the script.
         output: the job's output, or the end of it.
-        job_id: the job's; the file may contain other jobs' output.
+        job_id: of the job; the file may contain output of other jobs.
         launcher: the job's.
         reason: why it ended, if the script has determined it.
     """
     cancelled = re.finditer(_CANCELLED.format(re.escape(job_id)), output)
     causes = [(match[1], match[2] or "") for match in cancelled]
-    # srun exits with 0 when a node fails, at least up to 22.05
+    # srun exits with 0 if a node fails, at least up to 22.05
     if status == 0 and not any(cause.startswith("NODE FAILURE") for _, cause in causes):
         return Ending(0, "COMPLETED", "completed")
-    # Slurm's reason comes before a failed rank: ranks that are ended at a time limit fail as well.
+    # Slurm's reason takes precedence: ranks that are ended at a time limit fail, too.
     for known, state in _CAUSES.items():
         if any(cause.startswith(known) for _, cause in causes):
             named = _FAILED_NODE.search(output) if state == "NODE_FAIL" else None
             words = f"node {named[1]} failed" if named else ENDING_WORDS[state]
             return Ending(status or 1, state, words)
-    # Slurm ends all ranks then, and the launcher reports one that may be innocent.
+    # Slurm then ends all ranks, and the launcher may report an innocent one.
     failed, fault = _failed_rank(status, output, launcher), memory_fault(output, job_id)
     if fault and not (failed and failed.state == "OUT_OF_MEMORY"):
         return Ending(status, "OUT_OF_MEMORY", fault)
@@ -294,9 +294,9 @@ def ending(
 
 
 def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
-    """Return the ending of a job with a failed rank: the one that its launcher reports first.
+    """Return the ending of a job with a failed rank: the first one that the launcher reports.
 
-    srun exits with the highest status of its ranks, so srun did not print a line with a higher one.
+    srun exits with the highest status of its ranks, so it printed no line with a higher status.
     """
     matches = (
         match
@@ -312,7 +312,7 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
         code = int(named.get("code") or 0)
         number = int(named.get("signal") or _SIGNAL_WORDS.get(word, 0) or max(0, -code))
         if number >= signal.NSIG:
-            continue  # no launcher printed this
+            continue  # not printed by a launcher
         if launcher == "srun" and max(code, number and _SIGNALLED + number) > status:
             continue
         if number == signal.SIGKILL and _KILLED_FOR_MEMORY.search(output):
@@ -333,7 +333,7 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
 
 
 def _complaint(output: str, code: int, rank: str = "") -> str:
-    """Return the line in which a program reported why it failed; empty if there is none."""
+    """Return the line with the error message of a program; empty without one."""
     lines = [line.rstrip("\r") for line in _ESCAPES.sub("", output).split("\n")]
     message = _exception(lines, rank) if code == 1 else ""
     for line in [] if message else lines[-_COMPLAINT_LINES:]:
@@ -347,11 +347,11 @@ def _complaint(output: str, code: int, rank: str = "") -> str:
 
 
 def _exception(lines: list[str], rank: str) -> str:
-    """Return the last line of the traceback of a rank that failed; empty if there is none.
+    """Return the last line of a failed rank's traceback; empty without one.
 
-    Several ranks may write at the same time, so a traceback may be interrupted by other lines.
+    Several ranks may write at the same time, so other lines may interrupt a traceback.
     """
-    begun: set[str] = set()  # ranks whose traceback is not complete yet
+    begun: set[str] = set()  # ranks whose traceback is incomplete
     found: list[tuple[str, str]] = []
     for line in lines:
         match = _RANK.match(line)
@@ -362,8 +362,8 @@ def _exception(lines: list[str], rank: str) -> str:
         elif writer in begun and _EXCEPTION.fullmatch(text):
             begun.remove(writer)
             found.append((writer, text))
-    # The launcher may name a rank that only lost its connection to the failed one. If there are
-    # several exceptions, the last one counts: a program may log others and continue.
+    # The launcher may report a rank that only lost its connection to the failed one. Of several
+    # exceptions use the last one: a program may log others and continue.
     causes = [one for one in found if not _FOLLOWS.search(one[1])]
     own = [one for one in causes if one[0] == rank]
     losses = [one for one in found if "ChildFailedError" not in one[1]]
@@ -393,10 +393,10 @@ def verify_binding(
     Args:
         plans: the text of each node's plan, by node.
         proofs: the agents' proofs, as plain data.
-        completed: whether the script succeeded; if not, a rank may be missing because of that.
+        completed: whether the script succeeded; if not, ranks may be missing for that reason.
 
     Returns:
-        The lines to print, none if all ranks are bound as planned; and whether the job fails
+        The lines to print, none if all ranks are bound as planned, and whether the job fails
         because of the binding (`verify: strict`).
     """
     judged = _proofs(proofs)
@@ -418,7 +418,7 @@ def verify_binding(
         if missing:
             message = f"{expected - missing} of its {expected} ranks recorded their binding"
             faults.append(("-", node, "-", "-", "-", message))
-        if verify == "strict":  # else the agents have reported it while the ranks ran
+        if verify == "strict":  # else the agents have reported it before
             rows += faults
             failed = failed or bool(faults)
         elif missing:
@@ -435,7 +435,7 @@ def verify_binding(
 
 
 def verify_results(nodes: Iterable[Marker], *, completed: bool) -> tuple[list[str], bool]:
-    """Check that all results were collected.
+    """Check that all results were copied back.
 
     Args:
         nodes: the record of each node.

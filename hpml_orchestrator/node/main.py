@@ -1,4 +1,4 @@
-"""`hpml-node.pyz COMMAND …`: the parts of hpml that a batch script calls on the nodes."""
+"""`hpml-node.pyz COMMAND …`: the commands that a batch script calls on nodes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ usage: hpml-node.pyz COMMAND …
                                       continues; prints the script's status
 """
 
-# Module and function of each command, and its numbers of arguments; None: it reads argv itself.
-# Imported when called: `bind` starts once per rank.
+# Module, function and allowed numbers of arguments of each command; None if it parses argv itself.
+# Modules are imported when called, because `bind` starts once per rank.
 _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "claim": ("startup", "claim", (1,)),
     "agent": ("agent", "main", None),
@@ -43,7 +43,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit status; an error is one line on stderr."""
+    """Run a command and return its exit status; print an error as one line on stderr."""
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if argv else 2

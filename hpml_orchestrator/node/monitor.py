@@ -1,8 +1,8 @@
 """The job's exporter: the node agent starts it, restarts it after a crash, and ends it.
 
 It runs with the agent's interpreter, isolated from the job's Python environment, at low priority
-and outside of the ranks' CPUs if there are others. Its errors never end the job; each one is a line
-in the job's output.
+and, if possible, on CPUs without ranks. Its errors never end the job; each is printed as a line in
+the job's output.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _NICE = 10
 _OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
-"""Collectors of resources that all jobs of the node share: two jobs would both count them."""
+"""Collectors of resources shared by all jobs of a node, which two jobs would count twice."""
 _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How the exporter is supervised; times in seconds."""
+    """Times (in seconds) and limits of the supervision of the exporter."""
 
-    first_pause: float = 1.0  # before the first restart; it doubles with each that follows
-    longest_pause: float = 60.0  # between two starts
-    restarts: int = 20  # how often it is restarted
-    until_address: float = 60.0  # after which an exporter that does not listen yet is killed
+    first_pause: float = 1.0  # before the first restart; doubles with each restart
+    longest_pause: float = 60.0  # maximum between two starts
+    restarts: int = 20  # maximum number of restarts
+    until_address: float = 60.0  # until an exporter that does not listen is killed
     terminate: float = 1.5  # between SIGTERM and SIGKILL at the end
-    look: float = 1.0  # between two checks of it
+    look: float = 1.0  # between two checks
 
 
 @dataclass
 class NodeMonitor:
-    """The exporter of one node's part of a job, and the thread that supervises it."""
+    """The exporter of a job on one node, and the thread that supervises it."""
 
     options: Monitor  # the job's `monitor`
     attempt: Path  # the attempt's directory
     node: str  # Slurm's name of the node
-    # The agent's own variables
+    # The agent's environment variables
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     timing: Timing = Timing()  # how it is supervised
-    # What runs the exporter; its options follow as one argument, in JSON
+    # Command of the exporter; its options are appended as one argument in JSON
     command: Sequence[str] = (sys.executable, "-I", "-m", "hpml_exporters")
 
     def __post_init__(self) -> None:
-        """Create the socket for the ranks' counters, before anything is started."""
-        # This socket outlives the exporter: one that is restarted inherits the same end.
+        """Create the socket for the ranks' counters before starting the exporter."""
+        # The socket outlives the exporter: a restarted one inherits the same end.
         self.feed, self._exporter_feed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.feed.setblocking(False)
         self._thread: threading.Thread | None = None
@@ -81,7 +81,7 @@ class NodeMonitor:
         self._renew_at = 0.0
         directory = self.options.targets or targets.default_directory(self.attempt.parents[3])
         name = targets.target_name(self._run, job_key(self.environment), self.node)
-        self.target = Path(directory) / name  # the file in which Prometheus finds it
+        self.target = Path(directory) / name  # target file for Prometheus
 
     @property
     def _run(self) -> str:
@@ -93,7 +93,7 @@ class NodeMonitor:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, node_plan: NodePlan | None, *, no_gpus: bool = False) -> None:
-        """Start the exporter and its supervision; returns at once."""
+        """Start the exporter and its supervision, and return at once."""
         gpus = [] if no_gpus else allocated_gpus(node_plan, self.environment)
         self._facts = job_facts(self.environment, self._run, gpus)
         self._cpus = free_cpus(node_plan, os.sched_getaffinity(0))
@@ -102,11 +102,11 @@ class NodeMonitor:
         self._thread = thread
 
     def end(self) -> None:
-        """Ask the exporter to write its summary and end; returns at once, may be called twice."""
+        """Ask the exporter to write its summary and end; return at once. May be called twice."""
         self._ending.set()
 
     def stop(self) -> None:
-        """Wait, for a bounded time, until the exporter has ended and its target is removed."""
+        """Wait for a limited time until the exporter has ended and its target file is removed."""
         self.end()
         if self._thread is not None:
             self._thread.join(self.timing.terminate + 0.5)
@@ -116,7 +116,7 @@ class NodeMonitor:
     def _supervise(self) -> None:
         try:
             with contextlib.suppress(OSError):
-                # Both apply to this thread and the processes that it starts.
+                # Both apply to this thread and its child processes.
                 os.nice(_NICE)
                 if self._cpus:
                     os.sched_setaffinity(0, self._cpus)
@@ -126,14 +126,14 @@ class NodeMonitor:
         except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"failed: {type(error).__name__}: {error}")
         finally:
-            # Before the exporter ends: the agent waits only briefly for this thread.
+            # Do this before the exporter ends: the agent waits only briefly for this thread.
             targets.withdraw(self.target)
             self._terminate()
 
     def _keep_alive(self) -> None:
-        """Start the exporter, and restart it after a crash, until the end.
+        """Start the exporter, and restart it after crashes until the end.
 
-        An exporter that ends before it listens would do so again, so it is not restarted.
+        Do not restart an exporter that ended before listening: it would end again.
         """
         pause, listen = self.timing.first_pause, self.options.listen
         for left in range(self.timing.restarts, -1, -1):
@@ -147,14 +147,14 @@ class NodeMonitor:
             restarts = left > 0 and self._address != ""
             again = f"started again in {pause:g} s" if restarts else "not started again"
             self._report(f"ended ({how}); {again}")
-            listen = self._address  # so that Prometheus finds it at the same port
+            listen = self._address  # so that Prometheus finds it on the same port
             if not restarts or self._ending.wait(pause):
                 return
             pause = min(2 * pause, self.timing.longest_pause)
 
     def _run_once(self, listen: str) -> int:
-        """Run one exporter to its end; returns its status."""
-        # Otherwise the address of the previous exporter would be taken for that of the new one.
+        """Run one exporter to its end; return its exit status."""
+        # Otherwise the address of the previous exporter would count as that of the new one.
         self._file("address").unlink(missing_ok=True)
         self._address = ""
         self._process = process = self._launch(listen)
@@ -189,12 +189,12 @@ class NodeMonitor:
         interval = float(self.options.interval)
         return {
             "listen": listen,
-            "any_port": True,  # other jobs of this node may use the same one
+            "any_port": True,  # other jobs on this node may use the same port
             "web_config": self.options.web_config or "",
             "without": [*_OF_THE_NODE, *(["gpu"] if self._facts["gpus"] == [] else [])],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
-            "process_interval": 5 * interval,  # short, because one job has few processes
+            "process_interval": 5 * interval,  # short, because a job has few processes
             "node_interval": 10 * interval,
             "cluster": self.environment.get("SLURM_CLUSTER_NAME", ""),
             "node": self.node,
@@ -209,7 +209,7 @@ class NodeMonitor:
         return self.attempt / "nodes" / f"{self.node}.monitor.{kind}"
 
     def _find_address(self, listen: str) -> None:
-        """Read the exporter's address once it listens; report a port other than the requested."""
+        """Read the exporter's address when it listens; report a port that was not requested."""
         try:
             self._address = self._file("address").read_text("utf-8").strip()
         except OSError:
@@ -255,7 +255,7 @@ class NodeMonitor:
 def job_facts(
     environment: Mapping[str, str], run: str, gpus: Sequence[str] | None
 ) -> dict[str, object]:
-    """Return the facts about the job that the exporter labels its metrics with.
+    """Return facts about the job, with which the exporter labels its metrics.
 
     A sweep sets `HPML_SWEEP` and `HPML_POINT` for its jobs.
     """
@@ -282,8 +282,8 @@ def allocated_gpus(node_plan: NodePlan | None, environment: Mapping[str, str]) -
     """Return the names of the job's GPUs on this node; None if they are unknown.
 
     Names are UUIDs or PCI addresses from the node's topology, else the UUIDs that the local backend
-    sets in place of Slurm's numbers. The GPU variables that the batch script inherits describe the
-    first node, so they are ignored if the job has several nodes.
+    uses instead of Slurm's numbers. The GPU variables of the batch script describe the first node,
+    so ignore them if the job has several nodes.
     """
     if node_plan is not None and node_plan.topology is not None and node_plan.topology.gpus:
         gpus = visible_devices(
@@ -296,12 +296,12 @@ def allocated_gpus(node_plan: NodePlan | None, environment: Mapping[str, str]) -
     if not text and environment.get("SLURM_NNODES") == "1":
         text = environment.get("SLURM_JOB_GPUS", "")
     names = [name.strip() for name in text.split(",")]
-    # Slurm's numbers are indices of gres.conf, which name no device.
+    # Slurm's numbers are indices in gres.conf, which do not identify devices.
     return names if all(name.startswith(("GPU-", "MIG-")) for name in names) else None
 
 
 def free_cpus(node_plan: NodePlan | None, allowed: Collection[int]) -> frozenset[int]:
-    """Return CPUs of the job without a rank, preferably whole free cores; empty if none is free."""
+    """Return the job's CPUs without a rank, preferably whole free cores; empty if none is free."""
     if node_plan is None:
         return frozenset()
     ranks = {cpu for rank in node_plan.plan.ranks for cpu in rank.cpus}
@@ -312,17 +312,17 @@ def free_cpus(node_plan: NodePlan | None, allowed: Collection[int]) -> frozenset
 
 
 def target_address(address: str, environment: Mapping[str, str], node: str, host: str = "") -> str:
-    """Return the address at which Prometheus reaches an exporter; empty if only this host could.
+    """Return the address of an exporter for Prometheus; empty if only this host can reach it.
 
-    An exporter that listens on all addresses is reached by the node's name, or by the host's if
-    that does not resolve. A loopback address is a target only if the job was submitted from this
-    host, because then Prometheus may run here too.
+    For an exporter on all addresses, use the node's name, or the host's name if that does not
+    resolve. Accept a loopback address only if the job was submitted from this host, because
+    Prometheus may then run here, too.
 
     Args:
-        address: HOST:PORT that it listens at.
-        environment: the agent's own variables.
-        node: Slurm's name of the node.
-        host: this host's name; by default the operating system's.
+        address: HOST:PORT on which the exporter listens.
+        environment: the agent's variables.
+        node: name of the node in Slurm.
+        host: name of this host; default: from the operating system.
     """
     host = host or socket.gethostname()
     name, _, port = address.rpartition(":")

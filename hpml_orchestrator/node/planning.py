@@ -1,6 +1,6 @@
-"""Plan where the ranks of this node will run: read its topology, find the job's GPUs, plan.
+"""Plan the binding of this node's ranks from its topology and the job's GPUs.
 
-The agent plans for all ranks of its node; without an agent each rank does, see `bind_alone`.
+The agent plans for all ranks of its node; without an agent each rank plans, see `bind_alone`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.environment import integer, prefer_memory, set_cpus
+from hpml_orchestrator.node.environment import integer
+from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.processes import visible_of
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import VISIBLE_VARIABLES, Plan, RankPlan, visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records.files import write_json, write_text
-from hpml_orchestrator.topology.model import format_list, full_address, parse_list, topology_json
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import full_address, topology_json
 from hpml_orchestrator.topology.sysfs import list_gpus, read_sysfs
 
 if TYPE_CHECKING:
@@ -34,20 +36,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BindOptions:
-    """How to bind the ranks of a node, with a job or without one."""
+    """How to bind the ranks of a node, with or without a job file."""
 
-    ranks: int  # how many the node has
+    ranks: int  # number of ranks on the node
     policy: str = "gpu-local"  # the planner's policy
     verify: str = "warn"  # `strict`, `warn` or `off`
-    ranks_per_gpu: int = 1  # how many ranks share a GPU
-    loader_workers: int = 0  # processes per rank that load data
-    one_thread: bool = False  # whether ranks get only the first hardware thread of each core
-    keep_threads: bool = False  # whether the job file sets OMP_NUM_THREADS, which is kept then
-    no_gpus: bool = False  # whether the job requested no GPUs, so that the node's do not count
+    ranks_per_gpu: int = 1  # number of ranks that share a GPU
+    loader_workers: int = 0  # data loader processes per rank
+    one_thread: bool = False  # whether ranks use only the first hardware thread of each core
+    keep_threads: bool = (
+        False  # whether the job file sets OMP_NUM_THREADS, which then has precedence
+    )
+    no_gpus: bool = (
+        False  # whether the job requested no GPUs, so that those of the node are ignored
+    )
 
     @classmethod
     def of(cls, job: Job) -> BindOptions:
-        """Return how a job's ranks are bound."""
+        """Return the options of a job."""
         binding, resources, variables = job.binding, job.resources, job.environment.variables
         return cls(
             resources.ranks,
@@ -63,12 +69,12 @@ class BindOptions:
 
 @dataclass(frozen=True)
 class NodeRoots:
-    """Where the node's files are; tests pass a fixture tree."""
+    """Roots of the node's file systems; tests pass a fixture tree."""
 
     sys: str = "/sys"  # sysfs
     proc: str = "/proc"  # procfs
     dev: str = "/dev"  # device files
-    open: Callable[[str, int], int] = os.open  # opens a device file, as os.open
+    open: Callable[[str, int], int] = os.open  # opens a device file, like os.open
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class NodePlan:
     plan: Plan  # the plan
     topology: Topology | None  # the node; None if it could not be read
     context: NodeContext  # the other inputs, needed to verify the ranks
-    cpu_model: str = ""  # as the kernel names it; empty if it does not, as on ARM
+    cpu_model: str = ""  # from the kernel; empty if unknown, as on ARM
 
 
 def plan_node(
@@ -96,19 +102,19 @@ def plan_node(
         options: the agent's options.
         environment: the agent's variables.
         node: Slurm's name of the node.
-        allowed: CPUs that the agent's step may use, which are the job's.
-        roots: where the node's files are.
+        allowed: CPUs of the agent's step, which are those of the job.
+        roots: roots of the node's file systems.
         listing: returns the output of `nvidia-smi -L`; called only if MIG instances are visible.
 
     Raises:
-        InputError: the kernel lists no CPUs, or none of those that are allowed.
+        InputError: the kernel lists no CPUs or none of the allowed ones.
     """
     visible = "" if options.no_gpus else visible_of(environment)
     instances = listing() if visible and "MIG-" in visible else ""  # sysfs does not list them
     topology = read_sysfs(roots.sys, roots.proc, gpu_listing=instances)
     minors = _minors(roots.proc)
     hidden: frozenset[str] = frozenset()
-    # Only indices depend on hidden devices. UUIDs do not, and opening a device may wake it.
+    # Only indices depend on hidden devices. With UUIDs avoid opening devices, which may wake them.
     if visible is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", visible):
         hidden = _hidden_gpus(topology, minors, roots)
     unknown: list[str] = []
@@ -121,7 +127,7 @@ def plan_node(
         allowed_cpus=allowed,
         visible_gpus=devices,
         loader_workers=options.loader_workers,
-        # Slurm's way of `--hint=nomultithread`: the job's mask has both threads of its cores.
+        # `--hint=nomultithread` in Slurm: the job's mask still contains both threads of each core.
         smt=not options.one_thread and environment.get("SLURM_THREADS_PER_CORE") != "1",
     )
     warnings = (
@@ -141,7 +147,7 @@ def unbound(
     allowed: Collection[int],
     why: str,
 ) -> NodePlan:
-    """Return a plan that binds nothing, for a node that cannot be planned.
+    """Return a plan that binds nothing, for a node without a possible plan.
 
     Its ranks share the allowed CPUs, which also limits their OpenMP threads.
     """
@@ -166,7 +172,7 @@ def publish(
     """Write the plan, which hpml-bind reads, and the topology.
 
     Raises:
-        RecordError: they cannot be written.
+        RecordError: a file cannot be written.
     """
     context = node_plan.context
     if node_plan.topology is not None:
@@ -186,9 +192,9 @@ def publish(
 def bind_alone(*, show: bool) -> None:
     """Plan this node and bind this rank, for `hpml-bind -- COMMAND` in any script.
 
-    Each rank plans the whole node; all have the same input, so all get the same plan. The input
+    Each rank plans the whole node; all get the same plan because their input is equal. The input
     includes the CPUs that the ranks share. If the launcher has already bound this rank, these are
-    unknown, and the rank is not bound a second time. Errors are printed; the command runs anyway.
+    unknown, so do not bind it again. Errors are printed, and the command runs anyway.
     """
     try:
         binding = _bind_alone()
@@ -210,13 +216,13 @@ def is_bound(
 
     Args:
         environment: the rank's variables.
-        cpus: the CPUs that this process may use.
-        parent_cpus: those of its parent; torchrun's ranks are its children.
+        cpus: CPUs that this process may use.
+        parent_cpus: CPUs of its parent, which is torchrun for its ranks.
         online: all CPUs of the node.
 
-    A rank that is alone on its node does not count as bound. Unbound ranks share all CPUs of the
-    node, or those of torchrun, or as many as Slurm counts for the step. Without torchrun the parent
-    is not compared: it may be a shell that srun bound together with this rank.
+    A rank that is alone on its node does not count as bound. Unbound ranks have all CPUs of the
+    node, those of torchrun, or as many as Slurm counts for the step. Without torchrun, ignore the
+    parent: it may be a shell that srun bound together with this rank.
     """
     if integer(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
         return False
@@ -249,7 +255,7 @@ def _bind_alone() -> str:
 
 
 def _apply(rank: RankPlan) -> str:
-    """Bind this rank as planned; return its binding as text."""
+    """Apply the plan to this rank; return its binding as text."""
     if not rank.cpus:
         return "not bound, the plan has no CPUs for this rank"
     problem = set_cpus(format_list(rank.cpus))
@@ -263,7 +269,7 @@ def _apply(rank: RankPlan) -> str:
     if rank.nic:
         os.environ["HPML_NIC"] = rank.nic
         binding.append(f"network card {rank.nic}")
-    # An existing value is the user's, or torchrun's 1, which looks the same.
+    # An existing value is from the user or the default 1 of torchrun; they look the same.
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(rank.threads))
     return ", ".join([*binding, f"OMP_NUM_THREADS {threads}"])
 
@@ -293,7 +299,7 @@ def _names(directory: str) -> list[str]:
 
 
 def _cpu_model(proc_root: str) -> str:
-    """Return the first CPU's model name; empty if the kernel gives none."""
+    """Return the first CPU's model name; empty if the kernel has none."""
     try:
         with open(os.path.join(proc_root, "cpuinfo"), errors="replace") as stream:
             names = (line.partition(":")[2] for line in stream if line.startswith("model name"))
@@ -317,9 +323,9 @@ def _minors(proc_root: str) -> dict[str, int]:
 
 
 def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: NodeRoots) -> frozenset[str]:
-    """Return the PCI addresses of GPUs that this process's cgroup does not allow.
+    """Return the PCI addresses of GPUs that this process's cgroup hides.
 
-    Opening their device files fails with EPERM. After any other result the GPU counts as allowed.
+    Opening their device files fails with EPERM; with any other result the GPU counts as allowed.
     """
     hidden = set()
     for gpu in topology.gpus:
@@ -355,12 +361,12 @@ def _warnings(
             "several MIG instances are visible: a CUDA process can use only the first of its list"
         )
     step = environment.get("SLURM_STEP_GPUS") or ""
-    if environment.get("SLURM_NNODES") == "1":  # else SLURM_JOB_GPUS is that of the first node
+    if environment.get("SLURM_NNODES") == "1":  # else SLURM_JOB_GPUS describes the first node
         step = step or environment.get("SLURM_JOB_GPUS") or ""
     try:
         numbers = set(parse_list(step))
     except ValueError:
-        return warnings  # UUIDs, on the local backend
+        return warnings  # UUIDs with the local backend
     known = {minors.get(gpu.address, -1) for gpu in devices if gpu}
     if numbers and minors and known != numbers:
         meant = f"/dev/nvidia{format_list(known - {-1})}" if known - {-1} else "none of them"

@@ -1,4 +1,4 @@
-"""The processes of a node's ranks: hpml-bind's records of them, and the CPUs they run on."""
+"""The processes of a node's ranks: records of hpml-bind, process trees, and CPUs in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.placement.model import VISIBLE_VARIABLES
 from hpml_orchestrator.placement.verify import Process, Seen
 from hpml_orchestrator.records.process import ProcessStat, live_processes, read_stat
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import BindingRecord
 
 _PROCESSES_MAX = 256
-# A parent works itself if it used this much CPU time, and at least a tenth of its child's.
+# A parent is working if it used this much CPU time, and at least a tenth of its child's.
 _WORK_SECONDS, _WORK_PART = 1.0, 10
 _CPUS = b"\nCpus_allowed_list:\t"
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -29,25 +29,25 @@ _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 @dataclass(frozen=True)
 class StartedRank:
-    """A rank that hpml-bind has started."""
+    """A rank started by hpml-bind."""
 
-    seen: Seen  # as hpml-bind recorded it
-    start_ticks: int = -1  # when its process started, in clock ticks after boot; -1 if unknown
+    seen: Seen  # as recorded by hpml-bind
+    start_ticks: int = -1  # start of its process in clock ticks after boot; -1 if unknown
     program: str = ""  # the first word of its command
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks."""
+        """Its global rank."""
         return self.seen.rank
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process ID."""
         return self.seen.pid
 
 
 class RankRecords:
-    """The lines that hpml-bind appends for each rank of a node, read while they are written.
+    """Reader of the lines that hpml-bind appends for each rank of a node.
 
     Args:
         path: the JSONL file; it may not exist yet.
@@ -58,7 +58,7 @@ class RankRecords:
         self._offset = 0
 
     def new(self) -> list[StartedRank]:
-        """Return the ranks of complete lines since the last call; often none."""
+        """Return the ranks in complete lines since the last call; often none."""
         try:
             if os.stat(self._path).st_size <= self._offset:
                 return []
@@ -67,7 +67,7 @@ class RankRecords:
                 data = stream.read()
         except OSError:
             return []
-        # A rank may be in the middle of its line; the rest is read at the next call.
+        # A rank may be in the middle of its line; the next call reads the rest.
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
         records = []
@@ -88,7 +88,7 @@ def _names_a_process(record: object) -> bool:
 
 
 def is_alive(rank: StartedRank) -> bool:
-    """Whether the process of a rank still runs."""
+    """Return whether the process of a rank is running."""
     stat = read_stat(rank.pid)
     return stat is not None and not stat.ended and stat.start_ticks == rank.start_ticks
 
@@ -104,14 +104,14 @@ def status_of(pid: int, proc_root: str = "/proc") -> dict[str, str]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal, as `/proc/PID/status` shows it."""
+    """Return whether a process handles a signal, from `/proc/PID/status`."""
     return bool(int(status_of(pid).get("SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 def kill_families(ranks: Collection[StartedRank], number: int = signal.SIGKILL) -> None:
-    """Send a signal to live ranks and to all processes that they started."""
+    """Send a signal to live ranks and all their descendants."""
     table = ProcessTable()
-    # A pid alone is not enough: the kernel may have given it to another process meanwhile.
+    # The pid alone is not enough: the kernel may have reused it.
     pids = {rank.pid for rank in ranks if table.lives(rank.pid, rank.start_ticks)}
     for pid in pids:
         for stat in table.family(pid, pids - {pid}):
@@ -145,7 +145,7 @@ def _cpus(value: object) -> tuple[int, ...]:
 
 
 class ProcessTable:
-    """All processes at one moment; those that have ended since are left out.
+    """A snapshot of all processes; processes that have ended since are omitted.
 
     Args:
         proc_root: where /proc is.
@@ -164,14 +164,13 @@ class ProcessTable:
             self._children.setdefault(stat.parent, []).append(stat.pid)
 
     def lives(self, pid: int, start_ticks: int) -> bool:
-        """Whether the process of that pid and start runs; not another that reuses the pid."""
+        """Return whether the process with this pid and start is running (the pid may be reused)."""
         return pid in self.stats and self.stats[pid].start_ticks == start_ticks
 
     def family(self, pid: int, others: Collection[int] = ()) -> list[ProcessStat]:
         """Return a process and its descendants, parents first.
 
-        Processes of other users are left out, and so are `others` (other ranks) and their
-        descendants.
+        Omit processes of other users, and `others` (other ranks) with their descendants.
         """
         family: list[ProcessStat] = []
         pending = [pid]
@@ -185,12 +184,12 @@ class ProcessTable:
         return family
 
     def main_of(self, family: list[ProcessStat]) -> ProcessStat:
-        """Return the rank's main process: the busiest one, or the process that forked it.
+        """Return the rank's main process: the busiest one or the process that forked it.
 
-        Start at the busiest process and climb. A helper (a loader worker, or a fork that still has
-        its parent's command line) belongs to its parent. A parent that has itself used much CPU
-        time is the main process and the child its helper; any other parent is a wrapper (a shell,
-        numactl, a profiler) that only waits, so the climb ends below it.
+        Start at the busiest process and go up. A helper (a loader worker, or a fork with the
+        command line of its parent) belongs to its parent. A parent that used much CPU time is the
+        main process and the child its helper. Any other parent is a wrapper (a shell, numactl, a
+        profiler) that only waits, so stop below it.
         """
         worked = os.sysconf("SC_CLK_TCK") * _WORK_SECONDS
         known = {stat.pid: stat for stat in family}
@@ -206,9 +205,9 @@ class ProcessTable:
         return main
 
     def process(self, stat: ProcessStat) -> Process | None:
-        """Return the CPUs of a process; None if it has ended or may not be read.
+        """Return a process with its CPUs; None if it has ended or is not readable.
 
-        Threads may be bound separately, so the CPUs of all of them are joined.
+        Threads may be bound separately, so return the union of their CPUs.
         """
         cpus: set[str] = set()
         first = ""
@@ -232,7 +231,7 @@ class ProcessTable:
         )
 
     def environment(self, pid: int) -> dict[str, str]:
-        """Return the variables that a process started with; empty if they cannot be read."""
+        """Return the initial variables of a process; empty if they cannot be read."""
         variables: dict[str, str] = {}
         for pair in self._read(pid, "environ").split(b"\0"):
             name, equals, value = pair.partition(b"=")

@@ -1,4 +1,4 @@
-"""Data on the node: stage it before ranks start, collect results at the end."""
+"""Data on the node: stage it before the ranks start, and copy results back at the end."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
-"""How long nodes wait for one another before the first entry, which all begin at once. Before later
-entries they wait without a limit: another node may still copy an entry that this one has already,
-and the job ends anyway if an agent ends."""
+"""Seconds that nodes wait for each other before the first entry, which all start at the same time.
+Before later entries they wait without a limit: another node may still be copying an entry that this
+node already has, and the job ends anyway if an agent ends."""
 _NAP_SECONDS = 0.2
 
 
@@ -51,10 +51,10 @@ def _say(line: str) -> None:
 
 @dataclass
 class ProgressReporter:
-    """Copy progress of one entry: an event, and on the first node also a line of the output."""
+    """Reports the copy progress of one entry: as an event, and on the first node also as output."""
 
-    name: str  # the entry's
-    note: Callable[..., object]  # records the figures of an event
+    name: str  # of the entry
+    note: Callable[..., object]  # records an event with these figures
     say: Callable[[str], object] | None = None  # prints a line; None on all nodes but the first
     clock: Callable[[], float] = time.monotonic  # seconds, monotonic
     _began: float = 0.0
@@ -97,8 +97,8 @@ class NodeStaging:
     options: AgentOptions  # the agent's options
     node: str  # Slurm's name of this node
     log: Path  # the node's events
-    is_ending: Callable[[], bool]  # returns whether the agent must end
-    # Of the agent, a step of the job
+    is_ending: Callable[[], bool]  # whether the agent must end
+    # Environment of the agent, a step of the job
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     say: Callable[[str], object] = _say  # prints a line to the job's output
     stager: CopyStager = field(init=False)
@@ -113,10 +113,10 @@ class NodeStaging:
         )
 
     def stage_all(self) -> list[StageRecord]:
-        """Stage all entries in order; return the figures of each, for the records.
+        """Stage all entries in order; return the figures of each for the records.
 
         Raises:
-            HpmlError: one could not be staged.
+            HpmlError: an entry could not be staged.
         """
         entries = self.options.job.stage
         waited = self._wait_for_others() if entries else 0.0
@@ -146,13 +146,13 @@ class NodeStaging:
         return figures_of(result)
 
     def _options(self, entry: Stage, *, readers: int) -> CopyOptions:
-        """Return how to copy an entry while `readers` nodes read the source at once."""
+        """Return options for copying an entry while `readers` nodes read the source."""
         limits = self.options.site
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
         return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
     def _supply(self, entry: Stage, request: Stage, index: int, nodes: int) -> Supply:
-        """Return how this node gets an entry that several nodes need."""
+        """Return the supply of an entry that several nodes need: the source or a chain."""
         limits, first = self.options.site, self.options.job.stage[0]
         store = self.stager.store(request.target)  # raises at once if the target cannot be used
         try:
@@ -170,7 +170,7 @@ class NodeStaging:
                     come_seconds=ARRIVAL_SECONDS if entry is first else math.inf,
                 ),
                 most_bytes=capacity_at(store.base),
-                # In a chain only the first node reads, so it gets the whole job's share of opens.
+                # In a chain only the first node reads, so it may use the whole job's rate of opens.
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
                 rates=Rates(
@@ -187,7 +187,7 @@ class NodeStaging:
             ) from error
 
     def _wait_for_others(self) -> float:
-        """Delay this task of an array, so that not all tasks start at once; return the seconds."""
+        """Delay this array task, so that not all tasks start at once; return the seconds."""
         index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
         if not index.isdecimal():
             return 0.0
@@ -204,7 +204,7 @@ class NodeStaging:
 
 
 def figures_of(result: StageResult) -> StageRecord:
-    """Return the figures of one entry on one node for the records; empty ones are left out."""
+    """Return the figures of one entry on one node for the records, without empty ones."""
     figures: StageRecord = {
         "name": result.name,
         "path": result.path,
@@ -223,21 +223,21 @@ def figures_of(result: StageResult) -> StageRecord:
     return figures
 
 
-# Copy a job's results back from this node: `collect` of the job file.
+# Results: copy them back from this node (`collect` in the job file).
 
 _NOT_BEGUN = Collected(problem="the node was stopped before this was copied")
 
 
 def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
-    """Make the job's empty directories on this node, such as `{local.dir}`.
+    """Create the job's empty directories on this node, such as `{local.dir}`.
 
     Raises:
-        StagingError: a directory cannot be made.
+        StagingError: a directory cannot be created.
     """
     for name in options.job_directories:
         path = f"{stager.directory(options.bases[name])}/{name}.dir"
         try:
-            if os.path.lexists(path):  # left by an attempt that was killed here
+            if os.path.lexists(path):  # from an attempt that was killed on this node
                 remove_tree(path)
             os.mkdir(path, 0o700)
         except OSError as error:
@@ -250,11 +250,11 @@ def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
 class NodeResults:
     """The results of one node."""
 
-    entries: Sequence[tuple[str, str]]  # source and target of each, the most important first
+    entries: Sequence[tuple[str, str]]  # source and target of each, most important first
     attempt: Path  # the attempt's directory, `…/RUN/attempts/N`
     node: str  # Slurm's name of this node
     _rows: list[dict[str, object]] = field(init=False)
-    _directories: list[str] = field(init=False)  # for the results of this node and attempt
+    _directories: list[str] = field(init=False)  # targets of this node and attempt
 
     def __post_init__(self) -> None:
         self._rows = [
@@ -266,10 +266,10 @@ class NodeResults:
         self._directories = [f"{target}/{run}/{self.node}{again}" for _, target in self.entries]
 
     def make_directories(self) -> None:
-        """Create the directories for the results, so that errors show before the training.
+        """Create the directories for the results, so that errors appear before the training.
 
         Raises:
-            InputError: one cannot be made or written.
+            InputError: a directory cannot be created or written.
         """
         for index, directory in enumerate(self._directories):
             try:
@@ -289,12 +289,12 @@ class NodeResults:
         """Copy each result back and record the outcome; an error does not stop the others.
 
         Args:
-            should_stop: returns whether no time is left.
-            staged: paths of the data on this node, by the names of their entries.
+            should_stop: returns whether time is up.
+            staged: paths of the staged data on this node, by entry name.
         """
         retry = Retry(time.sleep, should_stop)
-        # Written before the first copy: if the agent is killed, the record shows what was not
-        # begun.
+        # Write the record before the first copy: if the agent is killed, it shows what was not
+        # copied.
         self._write()
         for row, (given, _), directory in zip(self._rows, self.entries, self._directories):
             source = given
@@ -307,8 +307,8 @@ class NodeResults:
             except OSError as error:
                 found = Collected(problem=f"{shown(directory)}: {why(error)}")
             row.update(dataclasses.asdict(found))
-            # A misspelt source is the usual reason, and the node's directory is about to be
-            # removed: record the names that are there.
+            # Usually the source is misspelt, and the node's directory is about to be removed:
+            # record the names in it.
             if not found.path:
                 row["beside"] = _names(os.path.dirname(source))
             self._write()

@@ -1,4 +1,4 @@
-"""The start of a node: its software, its GPUs' health, and the barrier."""
+"""The start of a job: claim the run, wait for the nodes, choose a rendezvous, record software."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.schema import Marker, NextRecord
 
 EXIT_DUPLICATE = 75
-"""Exit status of a job that found its run claimed by another job."""
+"""Exit status of a job whose run is claimed by another job."""
 
 _CLAIM_SECONDS = 30.0
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 1.0
@@ -54,16 +54,16 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def claim(submission: str) -> int:
     """Claim this start of the run and print the attempt's directory.
 
-    The run is the one that the submission's table gives for `$SLURM_ARRAY_TASK_ID` (0 without an
-    array); a script started by hand, without a table, gets `runs/<job id>` below its directory,
-    a task of an array `runs/<array's id>_<index>`.
-    Claiming is one `mkdir`: of two jobs only one succeeds, even on NFS.
+    The submission's table contains the run for `$SLURM_ARRAY_TASK_ID` (0 without an array). A
+    script submitted by hand has no table and uses `runs/<job id>` below its directory, or
+    `runs/<array id>_<index>` for an array task. A claim is a single `mkdir`: of two jobs only one
+    succeeds, even on NFS.
 
     Returns:
-        0, or 75 when another job has claimed the run: this one is a duplicate and must end.
+        0, or 75 if another job has claimed the run: this one is a duplicate and must end.
 
     Raises:
-        InputError: not inside a job.
+        InputError: this is not inside a job.
         RecordError: `agent.json` is missing or damaged.
         NotFoundError: the table has no such index.
     """
@@ -73,11 +73,11 @@ def claim(submission: str) -> int:
             "not inside a job: SLURM_JOB_ID is not set",
             hint="give the script to sbatch, or run the job file with `hpml run --local`",
         )
-    NodeJob.read(Path(submission))  # before anything is recorded: without it no node can start
+    NodeJob.read(Path(submission))  # before recording anything: without it no node can start
     run = Run(_run_directory(Path(submission), job_id))
     restart = os.environ.get("SLURM_RESTART_COUNT") or "0"
     array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
-    # Attempts count on from the last one, not from SLURM_RESTART_COUNT: a continuation is another
+    # Number attempts by the previous ones, not by SLURM_RESTART_COUNT: a continuation is another
     # job, which starts at 0 again.
     attempts = run.attempts()
     number = attempts[-1].number if attempts else 0
@@ -94,28 +94,26 @@ def claim(submission: str) -> int:
         (attempt.directory / name).mkdir(parents=True, exist_ok=True)
     started = attempt.directory / "started"
     if again:
-        # The script was restarted without a requeue, so the files of its nodes are out of date.
+        # The script was restarted without a requeue, so the files of its nodes are outdated.
         _forget(attempt)
     else:
         try:
-            # mkdir is atomic on NFS as well: of two jobs that start at the same moment, one makes
-            # it.
+            # mkdir is atomic, also on NFS: of two simultaneous jobs only one succeeds.
             started.mkdir()
         except FileExistsError:
-            # Between its mkdir and its id the winner is unknown. Wait, so that the message can name
-            # it.
+            # The winner is unknown until it has written its id. Wait for it, for the message.
             _claimant(attempt)
             return _duplicate(attempt, job_id)
-    # Create it now: NFS caches for a while that a file does not exist, and agents of other nodes
-    # would see a stop request too late.
+    # Create it now: NFS caches missing names for a while, and agents on other nodes would see a
+    # stop request too late.
     write_text(attempt.directory / "stop", "")
     write_text(started / "restart", f"{restart}\n")
-    if array:  # before job_id, which completes the claim: a reader of that file needs both
+    if array:  # before job_id, which completes the claim: readers of that file need both
         write_text(started / "array_job_id", f"{array}\n")
     write_text(started / "job_id", f"{job_id}\n")
     output = task_output(Path(submission), os.environ.get("SLURM_ARRAY_TASK_ID", ""))
     link = run.directory / "output.log"
-    if output.exists() and not os.path.lexists(link):  # an earlier attempt may have made it
+    if output.exists() and not os.path.lexists(link):  # an earlier attempt may have created it
         link.symlink_to(os.path.relpath(output, run.directory))
     node = node_name()
     names = [
@@ -125,7 +123,7 @@ def claim(submission: str) -> int:
     ]
     write_json(
         attempt.directory / "head.json",
-        # All attempts append to the same output; this offset is where the part of this one begins.
+        # All attempts append to the same output; this attempt's part begins at this offset.
         {
             "node": node,
             "names": names,
@@ -154,9 +152,9 @@ def claim(submission: str) -> int:
 
 
 def allocation(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of CPUs and GPUs of a job on all its nodes; unknown ones are left out.
+    """Return the total numbers of CPUs and GPUs of a job, without unknown ones.
 
-    Jobs ask for GPUs per node, so each node has as many as the first one.
+    Jobs request GPUs per node, so each node has as many as the first one.
 
     >>> allocation({"SLURM_JOB_CPUS_PER_NODE": "72(x2),36", "SLURM_NNODES": "3"})
     {'cpus': 180}
@@ -175,9 +173,9 @@ def allocation(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def _claimant(attempt: Attempt) -> str:
-    """Return the id of the job that claimed an attempt; empty if none has.
+    """Return the id of the job that claimed an attempt; empty without one.
 
-    The claiming job writes its id right after its mkdir, so this waits a while for the id.
+    The claiming job writes its id right after its mkdir, so wait a while for it.
     """
     deadline = time.monotonic() + _CLAIM_SECONDS
     while True:
@@ -190,10 +188,10 @@ def _claimant(attempt: Attempt) -> str:
 
 
 def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) -> bool:
-    """Return whether a job may make the next attempt.
+    """Return whether a job may start the next attempt.
 
-    The same job may after a requeue, unless the run continues in another job. Another job may if
-    the run continues, and only the continuation itself once its id is recorded.
+    After a requeue the same job may, unless the run continues in another job. If the run continues,
+    another job may; when the id of the continuation is recorded, only that job.
     """
     following: NextRecord = last.next or {}
     if following.get("how") == "continuation":
@@ -210,8 +208,8 @@ def _forget(attempt: Attempt) -> None:
         for path in (attempt.directory / name).glob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)
-    # Left in place, `over` would end the new agents at once, and the others would describe the
-    # earlier start as the end.
+    # An old `over` would end the new agents at once, and the other files describe the end of the
+    # earlier start.
     for name in ("over", "ended.json", "next.json"):
         (attempt.directory / name).unlink(missing_ok=True)
 
@@ -247,26 +245,26 @@ def wait_ready(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Return 0 once all nodes are ready; print where they have the data, as lines for the shell.
+    """Wait until all nodes are ready, print the paths of their data as shell lines, and return 0.
 
     Args:
         attempt: the attempt's directory.
-        nodes: how many nodes the job has.
-        agent_pid: process id of the step that holds the agents, a sibling of this process.
-        sleep: how to wait.
+        nodes: number of nodes of the job.
+        agent_pid: process ID of the step with the agents, a sibling of this process.
+        sleep: function to wait.
         clock: seconds, monotonic.
 
     Raises:
-        StagingError: a node failed; its reason is in the message.
-        BindingError: a node cannot place its ranks, and the job wants proof.
-        HpmlError: the agents ended and left no reason.
+        StagingError: a node failed; the message contains the reason.
+        BindingError: a node cannot bind its ranks, and the job has `verify: strict`.
+        HpmlError: the agents ended without a reason.
     """
     directory = Attempt(Path(attempt))
     wanted = int(nodes)
     pause = _FIRST_POLL_SECONDS
     noticed = clock()
     while True:
-        # Before the markers: if the agents have ended, all that they wrote is there by now.
+        # Check this before the markers: if the agents have ended, all their files exist.
         agents = read_stat(agent_pid)
         failed = directory.markers("failed")
         if failed:
@@ -296,10 +294,10 @@ def wait_ready(
 
 
 def _paths(ready: list[Marker]) -> dict[str, str]:
-    """Return the variable `HPML_STAGE_NAME` of each entry: where the first node has the data.
+    """Return the variable `HPML_STAGE_NAME` of each entry: the path of the data on the first node.
 
-    A node has them elsewhere if another job uses damaged kept data there, or is copying them.
-    hpml-bind puts the node's own path in place, by `HPML_STAGE_ELSEWHERE`.
+    The path differs on a node where another job uses damaged kept data or is copying them.
+    hpml-bind then replaces it by the node's own path from `HPML_STAGE_ELSEWHERE`.
     """
     places: dict[str, str] = {}
     elsewhere: dict[str, dict[str, str]] = {}
@@ -336,17 +334,17 @@ def rendezvous(attempt: str) -> int:
     directory = Path(attempt)
     nodes = int(os.environ.get("SLURM_NNODES") or 1)
     address = "127.0.0.1" if nodes == 1 else _common_name(directory)
-    # The port is bound only when the ranks start, so two jobs must not begin their search at the
-    # same one. The key is not the job id: local jobs count from 1 in every HPML_HOME.
+    # The port is bound only when the ranks start, so two jobs should start searching at different
+    # ports. The key is not the job id: local job ids start at 1 in every HPML_HOME.
     sys.stdout.write(f"{address} {free_port(str(directory.resolve()))}\n")
     return 0
 
 
 def free_port(key: str) -> int:
-    """Return a port that is free on all addresses of this node; the search starts at the key's.
+    """Return a free port on all addresses of this node; the key determines the order of the search.
 
     Raises:
-        HpmlError: none is free.
+        HpmlError: no port is free.
     """
     for port in candidate_ports(key, ephemeral_range()):
         if _is_free(port):
@@ -355,7 +353,7 @@ def free_port(key: str) -> int:
 
 
 def resolve(names: list[str]) -> dict[str, str]:
-    """Return the address of each name that this node can resolve."""
+    """Return the addresses of the names that this node can resolve."""
     addresses = {}
     for name in names:
         try:
@@ -368,8 +366,8 @@ def resolve(names: list[str]) -> dict[str, str]:
 def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     """Yield ports from 10000 to 31999 in an order that depends on a key, ephemeral ports last.
 
-    The kernel may give an ephemeral port to any connection. If all candidates are ephemeral, one
-    that is free now is better than none.
+    The kernel may assign an ephemeral port to any connection, but if all candidates are ephemeral,
+    a free one is better than none.
 
     >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
     True
@@ -377,13 +375,13 @@ def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     span = _HIGH_PORT - _LOW_PORT
     digest = hashlib.sha256(key.encode()).digest()
     start = int.from_bytes(digest[:8], "big") % span
-    stride = 7919  # a prime that does not divide the span: every port comes up once
+    stride = 7919  # a prime that does not divide the span, so that every port occurs once
     ports = [_LOW_PORT + (start + step * stride) % span for step in range(span)]
     yield from sorted(ports, key=lambda port: ephemeral[0] <= port <= ephemeral[1])
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """Return the first and last ephemeral port, which outgoing connections get."""
+    """Return the first and last ephemeral port, used for outgoing connections."""
     try:
         low, high = _PORT_RANGE.read_text("ascii").split()
         return int(low), int(high)
@@ -393,7 +391,7 @@ def ephemeral_range() -> tuple[int, int]:
 
 def _is_free(port: int) -> bool:
     try:
-        # One socket for IPv4 and IPv6, which fails if the port is in use with either.
+        # A single socket for IPv4 and IPv6, which fails if the port is in use with either.
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         with socket.create_server(
             ("", port),
@@ -425,14 +423,14 @@ def _common_name(attempt: Path) -> str:
     )
 
 
-# What a program runs in: its Python's packages, PyTorch's build, modules and the GPU driver.
+# Software of a rank: its Python's packages, PyTorch's build, modules and the GPU driver.
 #
-# The agent of the job's first node starts this once per attempt, for a rank there, in a process of
-# its own: neither a slow file system nor a driver that hangs may delay the job. The process ends
-# itself.
+# The agent of the job's first node records it once per attempt, for a rank on that node. This runs
+# in a separate process with a time limit: a slow file system or a hanging driver must not delay the
+# job.
 
 _LIST_SECONDS = 10.0
-_END_SECONDS = 20.0  # the system ends this process, whatever it waits for
+_END_SECONDS = 20.0  # the kernel then ends this process in any case
 _KILL_SECONDS = 1.0
 _WORDS = 8
 _MOST_BYTES = 16 * 1024**2
@@ -458,11 +456,11 @@ print(json.dumps(found))
 
 
 def start(attempt: Path, pid: int, program: str) -> subprocess.Popen[bytes] | None:
-    """Start a process that records the software of a rank; None if it cannot be started.
+    """Start a process that records the software of a rank; return None if that fails.
 
     Args:
         attempt: the attempt's directory.
-        pid: process of the rank.
+        pid: process ID of the rank.
         program: the first word of the rank's command.
     """
     root = str(Path(__file__).parents[2])  # a directory, or hpml-node.pyz
@@ -477,21 +475,21 @@ def start(attempt: Path, pid: int, program: str) -> subprocess.Popen[bytes] | No
 
 
 def end(recorder: subprocess.Popen[bytes]) -> None:
-    """End the process and the Python that it asks; what a driver holds is left to the system."""
-    if recorder.poll() is None:  # else its number may be another process's by now
+    """End the process and the Python that it started; leave processes in a hanging driver."""
+    if recorder.poll() is None:  # else its pid may already be reused
         os.killpg(recorder.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         recorder.wait(_KILL_SECONDS)
 
 
 def main(attempt: str, pid: str, program: str) -> None:
-    """Record the software of a rank, and end after some seconds at the latest."""
+    """Record the software of a rank; end after a few seconds at the latest."""
     signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)  # SIGALRM ends the process
     record(Path(attempt), f"/proc/{pid}", program)
 
 
 def record(attempt: Path, process: str, program: str) -> None:
-    """Write what a rank runs in, first without the driver's versions: a call of it may hang.
+    """Write the software of a rank, first without driver versions, because the driver may hang.
 
     Args:
         attempt: the attempt's directory.
@@ -518,7 +516,7 @@ def record(attempt: Path, process: str, program: str) -> None:
 
 
 def _is_in_container(process: str) -> bool:
-    """Whether a process has another file system: then its Python cannot be started from outside."""
+    """Return whether a process has a different root: its Python cannot be started from outside."""
     try:
         return not os.path.samefile(f"{process}/root", "/")
     except OSError:  # it has ended
@@ -526,7 +524,7 @@ def _is_in_container(process: str) -> bool:
 
 
 def _environment(process: str) -> dict[str, str]:
-    """Return the variables that a process was started with; empty if it has ended."""
+    """Return the initial variables of a process; empty if it has ended."""
     try:
         text = Path(process, "environ").read_bytes().decode("utf-8", "surrogateescape")
     except OSError:
@@ -535,7 +533,7 @@ def _environment(process: str) -> dict[str, str]:
 
 
 def digests(process: str) -> dict[str, str]:
-    """Return the SHA-256 of small files that a process's first words name, such as its script."""
+    """Return the SHA-256 of small files among the first words of a command, such as its script."""
     found = {}
     with contextlib.suppress(OSError):
         words = os.fsdecode(Path(process, "cmdline").read_bytes()).split("\0")[1:_WORDS]
@@ -547,10 +545,10 @@ def digests(process: str) -> dict[str, str]:
 
 
 def python_of(program: str, environment: Mapping[str, str]) -> str:
-    """Return the path of the Python that a program runs in; empty if it is not known.
+    """Return the path of the Python that runs a program; empty if unknown.
 
-    It is the program itself, or the one that its first line names. For any other program, such as
-    a shell, it is the `python` on its PATH.
+    It is the program itself or the interpreter in its first line. For other programs, such as a
+    shell, it is `python` in PATH.
 
     Args:
         program: the first word of a command.
@@ -568,10 +566,10 @@ def python_of(program: str, environment: Mapping[str, str]) -> str:
 
 
 def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return name and version of a Python's packages, as it lists them; None if it cannot.
+    """Return names and versions of a Python's packages; None if it cannot list them.
 
     Args:
-        python: its path.
+        python: path of the interpreter.
         environment: of the process.
     """
     packages: dict[str, str] | None = _ask(python, _LIST_PACKAGES, environment)
@@ -581,11 +579,11 @@ def installed(python: str, environment: Mapping[str, str]) -> dict[str, str] | N
 
 
 def _ask(python: str, code: str, environment: Mapping[str, str]) -> Any:
-    """Return what a Python's answer in JSON says; None if it gives none."""
+    """Return the JSON output of code in a Python, decoded; None without any."""
     try:
         answered = subprocess.run(
             [python, "-c", code],
-            cwd="/",  # the current directory is on the path of `-c`
+            cwd="/",  # `-c` adds the current directory to the path
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -598,7 +596,7 @@ def _ask(python: str, code: str, environment: Mapping[str, str]) -> Any:
 
 
 def nvidia_versions() -> dict[str, str]:
-    """Return the version of NVIDIA's driver, and the newest CUDA that it supports."""
+    """Return the version of NVIDIA's driver and the newest CUDA version that it supports."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2():

@@ -1,11 +1,11 @@
-"""The stop path on one node: when ranks are asked to save and stop, and when they are ended.
+"""The stop path on one node: ask ranks to save and stop, and end them in time.
 
-The reasons are the time limit, which the agent of the first node watches, a SIGTERM that is not
-from a cancellation, and a hang. The first reason becomes a line in the attempt's file `stop`. All
-agents read it and pass it on to their ranks until these end. A cancelled job is ended at once.
+Reasons are the time limit (watched by the agent of the first node), a SIGTERM without cancellation,
+and a hang. The first reason becomes a line in the attempt's file `stop`. All agents read it and
+pass it on to their ranks until these end. A cancelled job is ended at once.
 
-hpml-bind makes ranks ignore SIGTERM, so that Slurm's does not end them before they have saved.
-So the stop path must end ranks that exceed their time.
+hpml-bind makes ranks ignore SIGTERM, so that Slurm's signal does not end them before they have
+saved. So the stop path must end ranks that exceed their time.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.channel import ChannelReader, Peer, Peers
     from hpml_orchestrator.records.job import Job
 
-# Detects that the ranks of a node hang, and saves their stacks before they are ended.
+# Hangs: detect them, and save the stacks of ranks before ending these.
 #
-# A rank that uses `hpml_channel.py` writes its stacks when the agent signals it. PyTorch writes the
-# last collectives of NCCL to files when the agent writes to its named pipe (the flight recorder).
+# A rank that uses `hpml_channel.py` writes its stacks on a signal from the agent. PyTorch writes
+# the last collectives of NCCL to files when the agent writes to its named pipe (flight recorder).
 
 _PAUSED_SECONDS = 10.0
 _STACK_SECONDS = 2.0
@@ -54,13 +54,13 @@ _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 class HangWatch:
-    """Decides whether the ranks of one node hang.
+    """Detects that the ranks of one node hang.
 
-    They do if at least one live rank has reported a step and no datagram of any rank arrived for
-    `limit` seconds. Ranks that run in a debugger never count as hanging.
+    They hang if a live rank has reported a step and no datagram of any rank arrived for `limit`
+    seconds. Ranks in a debugger never count as hanging.
 
     Args:
-        limit: seconds without a sign of life; 0 for never.
+        limit: seconds without a datagram; 0 to disable.
         peers: the processes that use the channel.
     """
 
@@ -71,7 +71,7 @@ class HangWatch:
         self._since = self._looked_at = 0.0
 
     def silence(self, now: float, ranks: Collection[int]) -> float:
-        """Return how long the ranks have been hanging, in seconds; 0 if they are not.
+        """Return the seconds for which the ranks have been hanging; 0 if they are not.
 
         Args:
             now: seconds on a monotonic clock.
@@ -82,8 +82,8 @@ class HangWatch:
         if heard != self._heard or not self._limit:
             self._heard, self._since = heard, now
             return 0.0
-        # The agent's loop calls this every two seconds. A longer gap means that the agent itself
-        # did not run, and neither did the ranks.
+        # The agent's loop calls this every two seconds. A longer gap means that the agent was
+        # suspended, and so were the ranks.
         if now - before > _PAUSED_SECONDS:
             self._since += now - before
         if now - self._since < self._limit or not ranks or not self._peers.stepping:
@@ -91,9 +91,9 @@ class HangWatch:
         table, stepping = ProcessTable(), self._peers.stepping
         family = {stat.pid for pid in ranks for stat in table.family(pid)}
         if stepping.isdisjoint(family):
-            self._since = now  # those have ended; others may be starting
+            self._since = now  # these have ended; others may be starting
             return 0.0
-        # A rank in a debugger is silent on purpose.
+        # A rank in a debugger sends nothing on purpose.
         if any(status_of(pid).get("TracerPid", "0") != "0" for pid in family):
             self._since = now
             return 0.0
@@ -101,12 +101,12 @@ class HangWatch:
 
 
 def directory_of(attempt: Path) -> Path:
-    """Return where the stacks and the flight recorder's files of an attempt are."""
+    """Return the directory of an attempt's stacks and flight recorder files."""
     return attempt / "stacks"
 
 
 def recorder_stem(attempt: Path) -> str:
-    """Return the prefix of the flight recorder's files; the rank follows."""
+    """Return the prefix of flight recorder files, to which the rank is appended."""
     return str(directory_of(attempt) / "nccl_rank_")
 
 
@@ -114,12 +114,12 @@ def collect_stacks(ranks: Sequence[StartedRank], peers: Mapping[int, Peer], targ
     """Write the stacks of ranks to a file, and trigger NCCL's flight recorder.
 
     Args:
-        ranks: that live.
+        ranks: live ranks.
         peers: the processes that use the channel, by pid.
-        target: the file; its directory is made.
+        target: the file; its directory is created.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     table = ProcessTable()
     pids = {rank.pid for rank in ranks}
@@ -148,7 +148,7 @@ def _stacks(pid: int, peer: Peer | None) -> str:
         while time.monotonic() < deadline:
             time.sleep(_HANG_LOOK_SECONDS)
             last, size = size, os.stat(path).st_size
-            # The stacks of all threads take several writes, so wait until the file stops growing.
+            # Stacks of several threads need several writes, so wait until the file stops growing.
             if before < size == last:
                 break
         with open(path, "rb") as stream:
@@ -160,13 +160,13 @@ def _stacks(pid: int, peer: Peer | None) -> str:
 
 
 def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int) -> None:
-    """Make PyTorch write the last collectives of a rank, if it reads a pipe of that name."""
+    """Make PyTorch write the last collectives of a rank, if it reads the named pipe."""
     stem = environment.get(_PIPE)
     if not stem:
         return
     root = f"/proc/{pid}/root" if stem.startswith("/") else f"/proc/{pid}/cwd/"
     with contextlib.suppress(OSError):
-        # Without a reader this fails at once; a plain file of that name stays as it is.
+        # Without a reader this fails at once; a regular file with this name is not changed.
         descriptor = os.open(f"{root}{stem}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         try:
             if modes.S_ISFIFO(os.stat(descriptor).st_mode):
@@ -176,7 +176,7 @@ def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int
 
 
 def remove_pipes(attempt: Path, ranks: Iterable[int]) -> None:
-    """Remove the flight recorder's pipes: copying the records would block on them."""
+    """Remove the pipes of the flight recorder, on which copying the records would block."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             os.unlink(f"{recorder_stem(attempt)}{rank}.pipe")
@@ -188,8 +188,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
 _PUSH_SECONDS = 1.0
-_HANG_SECONDS = 10.0  # from the stop request to the end of ranks that hang
-_SPREAD_SECONDS = 0.002  # between two nodes that ask the controller
+_HANG_SECONDS = 10.0  # from the stop request to the end of hanging ranks
+_SPREAD_SECONDS = 0.002  # delay between nodes that query the controller
 
 
 class StopPath:
@@ -201,14 +201,14 @@ class StopPath:
         node: Slurm's name of this node.
         channel: the reader of the training channel.
         environment: the agent's variables.
-        grace: returns the seconds from Slurm's SIGTERM until ranks have to be gone.
-        ask: returns the state of the job that these variables belong to.
-        kill: sends a signal to ranks, of which it gets the records.
+        grace: returns the seconds from Slurm's SIGTERM until ranks must have ended.
+        ask: returns the state of the job with these variables.
+        kill: sends a signal to ranks, given their records.
         clock: seconds since the epoch.
 
     Attributes:
         reason: why the ranks of this node must stop; empty if they need not.
-        state: the job's at the last SIGTERM; empty before one, or if Slurm did not answer.
+        state: of the job at the last SIGTERM; empty before, or if Slurm did not answer.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class StopPath:
         self._end_is_known = False
         self._stacks: threading.Thread | None = None
         self._stopped: set[int] = set()  # ranks that got the configured signal, or SIGTERM
-        # On a monotonic clock: the last SIGTERM, and when something is due.
+        # Monotonic times of the last SIGTERM and of the next actions.
         self._term_at = self._kill_at = self._ask_at = math.inf
         self._look_at = self._push_at = -math.inf
         self._end = _number(environment.get("SLURM_JOB_END_TIME"))
@@ -245,7 +245,7 @@ class StopPath:
         self._earlier = _slowest_of(self._records) if watches else Slowest()
 
     def on_sigterm(self, now: float) -> None:
-        """Record a SIGTERM; all nodes get it at once, so they query Slurm with a small delay each.
+        """Record a SIGTERM. All nodes get it at the same time, so each delays its query of Slurm.
 
         Args:
             now: seconds on a monotonic clock.
@@ -280,11 +280,11 @@ class StopPath:
     def _judge_sigterm(self, now: float) -> None:
         self.state = self._ask(self._environment).state
         deadline = self._term_at + self._grace()
-        # A controller that does not answer is asked again, while there is still time to act on it.
+        # If the controller does not answer, query it again while there is time.
         unanswered = not self.state and now + _LOOK_SECONDS < deadline
         self._ask_at = now + _LOOK_SECONDS if unanswered else math.inf
         # A cancelled job does not continue, so its ranks need not save. After any other SIGTERM
-        # they may, until just before Slurm's SIGKILL.
+        # they may save until just before Slurm's SIGKILL.
         if self.state == "CANCELLED":
             self._kill_at = now
         elif self.state not in ("", "RUNNING"):
@@ -293,7 +293,7 @@ class StopPath:
             self._request("time_limit" if self.state == "TIMEOUT" else "preemption", now)
 
     def _watch_limit(self, now: float) -> None:
-        """Request a stop when the time limit is near; only the first node's agent does so."""
+        """Request a stop before the time limit; only the first node's agent does this."""
         if self._index:
             return
         if not self._end_is_known:
@@ -301,12 +301,12 @@ class StopPath:
             self._ask_for_end()
         if self._end is None or self._stop_time(self._end) > self._clock():
             return
-        self._ask_for_end()  # limits get changed, with `scontrol update`
+        self._ask_for_end()  # the limit may change (`scontrol update`)
         if self._end is not None and self._stop_time(self._end) <= self._clock():
             self._request("time_limit", now)
 
     def _ask_for_end(self) -> None:
-        """Get the end of the job from Slurm: its limit may differ from the script's."""
+        """Query the end of the job in Slurm: its limit may differ from the script's."""
         state = self._ask(self._environment)
         if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
             if state.end is not None and self._end is not None:
@@ -314,11 +314,11 @@ class StopPath:
             self._end = state.end
 
     def _stop_time(self, end: float) -> float:
-        """Return when ranks are asked to stop, in seconds since the epoch."""
+        """Return the time of the stop request in seconds since the epoch."""
         return end - self._lead()
 
     def _lead(self) -> float:
-        """Return how long ranks get to save, in seconds."""
+        """Return the seconds that ranks have for saving."""
         slowest = self._earlier.over(self._channel.peers.slowest)
         return lead_seconds(self._options.lead, self._limit, **slowest._asdict())
 
@@ -333,31 +333,31 @@ class StopPath:
             self._records.request_stop(reason, by=self._node, now=asked)
         except (HpmlError, OSError) as error:  # the ranks of this node can still save
             _LOG.error("%s: the stop request cannot be written: %s", self._node, error)
-        # Several nodes may ask at the same time. The first line of the file counts, so that all of
-        # them report the same reason.
+        # Several nodes may request a stop at the same time. All report the reason in the first line
+        # of the file.
         self._read_request(now)
         if not self.reason:
             self._begin(reason, asked, now)
 
     def _begin(self, reason: str, asked: object, now: float) -> None:
-        """Begin to stop the ranks of this node; `asked` is in seconds since the epoch."""
+        """Begin to stop the ranks of this node; `asked` is the time of the request."""
         self.reason = reason
         with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
             log = self._records.directory / "events" / f"{self._node}.jsonl"
             feed.append(log, "stop", node=self._node, reason=reason)
         if reason == "time_limit" and self._term_at == math.inf:
-            if self._index:  # the first node has just asked
+            if self._index:  # the first node has just requested it
                 self._ask_for_end()
             if self._end is not None and isinstance(asked, (int, float)):
-                # The margin follows from the lead at the time of the request, so that all nodes end
-                # their ranks at the same moment and the script can still requeue the job.
+                # Compute the margin from the lead at the time of the request, so that all nodes end
+                # their ranks at the same time and the script can still requeue the job.
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
         if reason == "requested":  # ranks that do not use the channel would never stop
             self._kill_at = min(self._kill_at, now + self._lead())
 
     def _watch_hang(self, now: float, ranks: Ranks) -> None:
-        """Request a stop if the ranks hang; save their stacks if they stop for that reason."""
+        """Request a stop if the ranks hang, and save their stacks."""
         if self.reason != "hang":
             seconds = self._hang.silence(now, [rank.pid for rank in ranks])
             if not seconds:
@@ -369,7 +369,7 @@ class StopPath:
             if not self.reason:
                 self._request("hang", now)
         self._kill_at = min(self._kill_at, now + _HANG_SECONDS)
-        # In a thread: each process may take seconds, and ending the ranks must not wait.
+        # In a thread: each process may take seconds, and this must not delay ending the ranks.
         self._stacks = threading.Thread(target=self._keep_stacks, args=(ranks,), daemon=True)
         self._stacks.start()
 
@@ -381,7 +381,7 @@ class StopPath:
             _LOG.error("%s: the stacks of its ranks are lost: %s", self._node, error)
 
     def _signal(self, ranks: Ranks) -> None:
-        """Send the configured signal, once, to each rank: to its first process that handles it."""
+        """Send the configured signal once to each rank, to its first process that handles it."""
         number = getattr(signal, f"SIG{self._options.signal}", 0) if self._options.signal else 0
         waiting = [rank for rank in ranks if rank.pid not in self._stopped]
         if not number or not waiting:
@@ -389,8 +389,8 @@ class StopPath:
         table = ProcessTable()
         for rank in waiting:
             for stat in table.family(rank.pid, {one.pid for one in ranks}):
-                # The first process that handles the signal: a shell or wrapper around the program
-                # has the default action and would end, and the program with it.
+                # A shell or wrapper around the program has the default action: it would end, and
+                # the program with it.
                 if catches(stat.pid, number):
                     with contextlib.suppress(OSError):
                         os.kill(stat.pid, number)
@@ -400,10 +400,10 @@ class StopPath:
     def _end_ranks(self, now: float, ranks: Ranks) -> None:
         """End the ranks whose time is up.
 
-        If the job is cancelled, ranks that handle SIGTERM get one, and as much time as Slurm would
-        give them: the launcher may have blocked Slurm's SIGTERM, and does not pass it on then.
+        If the job is cancelled, send SIGTERM to ranks that handle it, and give them as much time as
+        Slurm would: the launcher may have blocked Slurm's SIGTERM and then does not pass it on.
         """
-        # Repeat every second: ranks may start late, or start processes while they are being killed.
+        # Repeat every second: ranks may start late or start processes while being killed.
         self._kill_at = now + _PUSH_SECONDS
         to_kill = list(ranks)
         if self.state == "CANCELLED" and now < self._term_at + self._grace():
@@ -429,9 +429,9 @@ def _slowest_of(attempt: Attempt) -> Slowest:
 
 
 def terminated(attempt: str) -> int:
-    """Request a stop if only the batch script got SIGTERM and its job still runs.
+    """Request a stop if only the batch script got SIGTERM while the job continues to run.
 
-    `scancel --batch --signal=TERM` and sbatch's `--signal=B:TERM@120` do that.
+    `scancel --batch --signal=TERM` and `sbatch --signal=B:TERM@120` send such signals.
     """
     if continuation.ask(os.environ).state == "RUNNING":
         Attempt(Path(attempt)).request_stop("preemption", by="batch", now=time.time())

@@ -1,10 +1,9 @@
-"""Verifies where the ranks of this node run: at their start, after 10 s and after 60 s.
+"""Verify where the ranks of this node run: at their start, after 10 s and after 60 s.
 
-When ranks start, hpml-bind's records of them are checked (`placement/verify.py`) and written as the
-proof. 10 s and 60 s later the live processes are checked, since programs and libraries may bind
-themselves while they start. A wrong binding is reported, or with `verify: strict` ends the ranks of
-this node. Changes after the second check are not detected. Ranks that never meet (`meeting.py`) are
-reported at the end.
+When ranks start, check hpml-bind's records (`placement/verify.py`) and write the result as the
+proof. Check the live processes 10 s and 60 s later, because programs and libraries may bind
+themselves while they start. Report a wrong binding, or with `verify: strict` end the ranks of this
+node. Later changes are not detected. At the end, report ranks that never met another one.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.processes import StartedRank
     from hpml_orchestrator.records.process import ProcessStat
 
-# Whether a rank ever met another; each rank of a program that is not distributed works alone.
+# Meetings: whether a rank ever met another. If a program is not distributed, its ranks work alone.
 #
-# A rank of a process group listens on a TCP port from its start to its end, for Gloo, for NCCL or
-# as rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any
-# look, the last one after a minute and in the second half of its life, has worked alone.
+# A rank of a process group listens on a TCP port during its whole life, for Gloo, for NCCL or as
+# rank 0; torchrun's ranks also stay connected to MASTER_PORT. So a rank that had neither in any
+# check, the last one after a minute and in the second half of its life, worked alone.
 
 ALONE = (
     "its ranks never connected to another rank: each worked alone. A program that should train as "
     "one has to start its process group (torch.distributed.init_process_group)"
 )
-"""The warning about a node whose ranks never met."""
+"""Warning about a node whose ranks never met."""
 
 CPU_SECONDS = 10.0
-"""A rank without so much CPU time may only wait for the processes of a container's daemon."""
+"""A rank with less CPU time may only be waiting for processes of a container's daemon."""
 
 _LISTENS = "0A"
 
 
 def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
-    """Whether a rank's processes have such a socket; True after an MPI start and if in doubt."""
+    """Return whether a rank's processes have such a socket; True for MPI and if in doubt."""
     main = processes.main_of(family).pid
     environment = processes.environment(main)
     if any(name.startswith(("PMI", "OMPI_", "HOROVOD_")) for name in environment):
@@ -74,7 +73,7 @@ def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
                 for descriptor in os.listdir(f"/proc/{stat.pid}/fd"):
                     with contextlib.suppress(FileNotFoundError):
                         sockets.add(os.readlink(f"/proc/{stat.pid}/fd/{descriptor}"))
-        # The tables are those of the rank's network namespace.
+        # These are the tables of the rank's network namespace.
         for name in ("tcp", "tcp6"):
             with contextlib.suppress(FileNotFoundError), open(f"/proc/{main}/net/{name}") as table:
                 for line in [*table][1:]:
@@ -87,9 +86,9 @@ def may_have_met(processes: ProcessTable, family: list[ProcessStat]) -> bool:
 
 
 LOOKS_SECONDS = (10.0, 60.0)
-"""When the live ranks are checked, after the last of them started."""
+"""Seconds from the last start of a rank to the checks of the live ranks."""
 
-_MEETING_SECONDS = 5.0  # to the first look for a meeting; each later one comes after twice the time
+_MEETING_SECONDS = 5.0  # until the first check for a meeting; the time doubles for each later check
 _ALONE_SECONDS = 60.0
 _POLL_SECONDS = 1.0  # until all ranks have started
 _KILL_SECONDS = 10.0
@@ -97,12 +96,12 @@ _NO_TOPOLOGY = Topology("none", (), ())
 
 
 class Watch:
-    """Verifies where the ranks of one node run; the agent's loop calls `act` when a check is due.
+    """Verifies where the ranks of one node run; the agent's loop calls `act`.
 
     Args:
         attempt: the attempt's directory.
         node_plan: the node's plan.
-        write: prints messages; by default to standard error.
+        write: prints messages; default: to standard error.
     """
 
     def __init__(
@@ -116,14 +115,16 @@ class Watch:
         self._seen: dict[int, Seen] = {}
         self._due: list[float] = []
         self._looks = 0
-        self._used: dict[tuple[int, int], tuple[int, float]] = {}  # ticks and time of a process
+        self._used: dict[
+            tuple[int, int], tuple[int, float]
+        ] = {}  # CPU ticks of a process, and time of the check
         self._reported: list[tuple[str, ...]] = []
         self._kill_at = math.inf
         self._to_kill: dict[tuple[int, int], None] = {}
-        self._alone: set[int] = set()  # local ranks that have worked without a meeting
+        self._alone: set[int] = set()  # local ranks that worked without a meeting
         self._began = self._meet_at = math.inf
         self.binding: tuple[int, int] | None = None
-        """Ranks that are bound as planned, and ranks that are not; None before any started."""
+        """Numbers of ranks that are and are not bound as planned; None before the first start."""
 
     def act(self, now: float, started: Sequence[StartedRank]) -> float:
         """Do what is due; return the seconds until the next call is needed.
@@ -132,7 +133,7 @@ class Watch:
             now: seconds on a monotonic clock.
             started: the ranks so far, in order.
         """
-        # Count again from the last start: libraries bind themselves while they are loaded.
+        # Restart the intervals: libraries bind themselves while they are loaded.
         if self._take(started):
             self._save(self._verify())
             self._due = [now + seconds for seconds in LOOKS_SECONDS]
@@ -154,7 +155,7 @@ class Watch:
         return max(0.0, min([*self._due[:1], poll_at, self._meet_at, self._kill_at]) - now)
 
     def close(self, started: Sequence[StartedRank]) -> None:
-        """Read the last records, then write and report the final result."""
+        """Read the last records, and write and report the final result."""
         self._take(started)
         self._conclude(math.inf)
         if self._worked_alone and any(rank.rank == 0 for rank in self._ranks.values()):
@@ -204,7 +205,9 @@ class Watch:
             seconds = sum(stat.cpu_ticks for stat in family) / os.sysconf("SC_CLK_TCK")
             if now - self._began >= _ALONE_SECONDS and family and seconds >= CPU_SECONDS:
                 self._alone.add(local_rank)
-        self._meet_at = 2 * now - self._began  # so the last is in the second half of their life
+        self._meet_at = (
+            2 * now - self._began
+        )  # so the last check is in the second half of their life
 
     @property
     def _worked_alone(self) -> bool:
@@ -221,7 +224,7 @@ class Watch:
         key = stat.pid, stat.start_ticks
         used[key] = stat.cpu_ticks, now
         ticks, then = self._used.get(key, used[key])
-        # Load is CPU time between two checks, so the first check has none.
+        # Load is the CPU time between two checks, so it is 0 at the first check.
         if process is None or now <= then:
             return process
         seconds = (stat.cpu_ticks - ticks) / os.sysconf("SC_CLK_TCK")
@@ -256,7 +259,7 @@ class Watch:
             return
         self._reported = rows
         self._report(node_line(proof))
-        if proof.verify != "strict":  # if strict, `finish` prints one table for all nodes
+        if proof.verify != "strict":  # with strict, `finish` prints one table for all nodes
             self._report(*table(rows))
         else:
             self._report(f"{proof.node}: binding.verify is strict: its ranks are ended")
@@ -270,7 +273,7 @@ class Watch:
             self._report(f"{proof.node}: {error}")
 
     def _report(self, *lines: str) -> None:
-        # One write: the lines of several nodes, which share the output, do not mix.
+        # A single write, so that lines of several nodes do not mix in the shared output.
         self._write("".join(f"hpml: {line}\n" for line in lines))
 
     def _end_ranks(self, number: signal.Signals) -> None:
@@ -278,7 +281,7 @@ class Watch:
         for local_rank in self._ranks:
             for stat in self._family(processes, local_rank):
                 # Remember the processes of the first call: when SIGKILL is due, a rank may have
-                # ended, and what it left behind is no longer found as its family.
+                # ended, and its remaining processes are no longer found as descendants.
                 self._to_kill[stat.pid, stat.start_ticks] = None
         for pid, start_ticks in self._to_kill:
             if processes.lives(pid, start_ticks):

@@ -1,5 +1,4 @@
-"""Where each rank of a node runs: the pure planner and the plan file.
+"""Plan where each rank of a node runs, and verify that it runs there.
 
-Names are imported from the modules, not from here: hpml-bind, started once per rank, reads one line
-through `planfile` and must not pay for the planner.
+Import names from the modules: hpml-bind starts once per rank and needs only `planfile`.
 """

@@ -1,4 +1,4 @@
-"""What a plan is made of: the machine as a job sees it, its GPUs, and each rank's place."""
+"""A plan and its inputs: the usable part of a node, the GPU of each rank, and its cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -21,20 +21,18 @@ class RankPlan:
     """Where one rank runs."""
 
     local_rank: int  # number among the ranks of its node, from 0
-    # PCI address of its GPU, or the source's name of it; None without a GPU, or if the GPU is not
-    # in the topology
+    # PCI address (or name) of its GPU; None without a GPU or if the topology does not have it
     gpu: str | None = None
     gpu_index: int | None = None  # the GPU's index in the topology
     gpu_uuid: str = ""  # UUID of the GPU or MIG instance; empty if unknown
     cpus: tuple[int, ...] = ()  # CPUs that it may run on, ascending
-    cores: tuple[int, ...] = ()  # numbers of the physical cores that those are in, ascending
-    numa: tuple[int, ...] = ()  # NUMA domains that those are in, ascending
-    memory: int | None = None  # the NUMA domain whose memory to prefer; None for no preference
+    cores: tuple[int, ...] = ()  # physical cores of these CPUs, ascending
+    numa: tuple[int, ...] = ()  # NUMA domains of these CPUs, ascending
+    memory: int | None = None  # preferred NUMA domain for memory; None for no preference
     nic: str | None = None  # name of its network card; None without one
-    threads: int = 1  # OpenMP threads: its cores less its loader workers, at least 1
-    loader_workers: int = 0  # processes that load data for it, on its cores
-    # The largest NUMA distance from its GPU to one of its cores (10 is local); None without a GPU,
-    # or if unknown
+    threads: int = 1  # OpenMP threads: cores minus loader workers, at least 1
+    loader_workers: int = 0  # data loader processes on its cores
+    # Largest NUMA distance from its GPU to its cores (10: local); None without a GPU or if unknown
     distance: int | None = None
 
     def cpu_list(self) -> str:
@@ -46,14 +44,14 @@ class RankPlan:
 class Plan:
     """The ranks of one node."""
 
-    ranks: tuple[RankPlan, ...]  # by local rank, from 0 without a gap
-    # The policy that it was made with; `none` means that nothing is bound
+    ranks: tuple[RankPlan, ...]  # by local rank, from 0 without gaps
+    # Policy of the plan; with `none` nothing is bound
     policy: str = "gpu-local"
-    warnings: tuple[str, ...] = ()  # which rules could not be kept, one sentence each
+    warnings: tuple[str, ...] = ()  # rules that could not be kept, one sentence each
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """Return a plan as plain data, ready for `json.dumps`; CPUs are in the kernel's list format."""
+    """Return a plan for `json.dumps`, with CPUs in the kernel's list format."""
     return {
         "ranks": [
             {**vars(rank), "cpus": rank.cpu_list(), "gpu_uuid": rank.gpu_uuid or None}
@@ -65,7 +63,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return one row per rank, its cells as in `PLAN_COLUMNS`; what is unknown is a dash."""
+    """Return one row per rank with the columns of `PLAN_COLUMNS`; unknown values are dashes."""
     rows = []
     for rank in plan.ranks:
         cells = (
@@ -83,9 +81,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-# A topology as the planner needs it: the usable cores, and distances between domains.
+# The usable part of a node: cores, and distances between domains.
 
-UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
+UNKNOWN_DISTANCE = 256  # the kernel's distances are at most 255
 _LOCAL, _REMOTE = 10, 20  # assumed for comparisons if distances are unknown
 
 
@@ -94,17 +92,17 @@ class Machine:
 
     Args:
         topology: the node.
-        allowed: the CPUs that may be used; None for all.
-        smt: whether all hardware threads of a core are used, or only its first usable one.
+        allowed: usable CPUs; None for all.
+        smt: whether to use all hardware threads of a core or only its first usable one.
 
     Attributes:
-        pool: NUMA domain to its usable cores, by socket and number, those of different kinds in
-            turns; none is empty.
-        order: NUMA domain to its number in `pool`.
-        cpus_of: core to its usable CPUs.
-        domain_of: core to its NUMA domain.
-        socket_of: core to its socket.
-        home_of: CPU to its domain, for all CPUs that are online.
+        pool: usable cores by NUMA domain, in order of socket and number with kinds of cores mixed;
+            only domains with usable cores.
+        order: index in `pool` by NUMA domain.
+        cpus_of: usable CPUs by core.
+        domain_of: NUMA domain by core.
+        socket_of: socket by core.
+        home_of: NUMA domain by CPU, for all online CPUs.
     """
 
     def __init__(self, topology: Topology, allowed: Iterable[int] | None, *, smt: bool) -> None:
@@ -119,7 +117,7 @@ class Machine:
             self.home_of.update(dict.fromkeys(core.cpus, core.domain))
             self._sockets.setdefault(core.domain, set()).add(core.socket)
         for core in _mixed([core for core in topology.cores if usable.intersection(core.cpus)]):
-            # Not always the core's first thread: a job's mask may hold only the second one.
+            # May lack the core's first thread: a job's mask may contain only the second one.
             cpus = tuple(cpu for cpu in core.cpus if cpu in usable)
             self.cpus_of[core.number] = cpus if smt else cpus[:1]
             self.domain_of[core.number] = core.domain
@@ -137,33 +135,33 @@ class Machine:
 
     @property
     def domains_with_cpus(self) -> tuple[int, ...]:
-        """All domains that have CPUs, usable or not."""
+        """All domains with CPUs, usable or not."""
         return tuple(sorted(self._sockets))
 
     def distance(self, domain: int, other: int) -> int:
         """Return the distance between two domains; if unknown, 10 within and 20 between domains.
 
-        For comparisons only; `farthest` has the distances to display.
+        For comparisons only; `farthest` returns distances to display.
         """
         default = _LOCAL if domain == other else _REMOTE
         return self._distances.get(domain, {}).get(other, default)
 
     def farthest(self, near: Collection[int], domains: Iterable[int]) -> int | None:
-        """Return the largest distance of some domains, each from the nearest of `near`.
+        """Return the largest of the domains' distances to their nearest domain in `near`.
 
-        None if the distance of one of them is unknown.
+        None if any of these distances is unknown.
         """
         rows = [self._distances.get(domain, {}) for domain in near]
         away = [[row[other] for row in rows if other in row] for other in domains]
         return max(map(min, away), default=None) if all(away) else None
 
     def gap(self, domain: int, other: int) -> tuple[int, int]:
-        """Return the distance, and 1 if no socket is shared: for sources without distances."""
+        """Return the distance, and 1 if the domains share no socket (if distances are unknown)."""
         sockets, others = self._sockets.get(domain, set()), self._sockets.get(other, set())
         return self.distance(domain, other), int(sockets.isdisjoint(others))
 
     def nearest(self, domain: int, among: Iterable[int]) -> tuple[int, ...]:
-        """Return the domains in `among` that are nearest to `domain`; several if they tie."""
+        """Return the domains in `among` nearest to `domain`; several if equally near."""
         gaps = {other: self.gap(domain, other) for other in among}
         least = min(gaps.values(), default=None)
         return tuple(other for other, gap in gaps.items() if gap == least)
@@ -173,18 +171,18 @@ class Machine:
         return tuple(sorted({self.home_of[cpu] for cpu in cpus if cpu in self.home_of}))
 
     def memory_for(self, domain: int) -> int:
-        """Return the domain to take memory from: itself, unless it has none and others do."""
+        """Return the domain to allocate memory from: itself, unless only others have memory."""
         others = [other for other in self._sockets if other != domain and self._memory.get(other)]
         if self._memory.get(domain) or not others:
             return domain
-        # The number breaks ties, so that equal nodes get equal plans.
+        # Break ties by number, so that equal nodes get equal plans.
         return min(others, key=lambda other: (self.gap(domain, other), other))
 
 
 def _mixed(cores: Collection[Core]) -> list[Core]:
-    """Return cores by socket, domain and number, those of different kinds in turns.
+    """Return cores by socket, domain and number, with kinds of cores evenly mixed.
 
-    However many equal parts the list is cut into, each has its share of every kind.
+    If the list is cut into equal parts, each gets its share of every kind.
     """
     like: dict[tuple[int, int, str], list[Core]] = {}
     for core in sorted(cores, key=lambda core: core.number):
@@ -199,12 +197,12 @@ def _mixed(cores: Collection[Core]) -> list[Core]:
 
 # The GPU of each local rank, and the NUMA domains next to it.
 #
-# Visible devices are those of CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES. Indices in there count
-# the GPUs that the process may open, in the order of their PCI addresses (with
-# CUDA_DEVICE_ORDER=PCI_BUS_ID); the topology also has those that a cgroup hides.
+# CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES lists the visible devices. Its indices count only the
+# GPUs that the process may open, ordered by PCI address (with CUDA_DEVICE_ORDER=PCI_BUS_ID); the
+# topology also contains GPUs that a cgroup hides.
 
 VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables that list the visible devices, the one that counts first."""
+"""Variables that list the visible devices, in order of precedence."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +210,8 @@ class RankGpu:
     """The GPU of one rank."""
 
     rank: int  # local rank
-    gpu: Gpu | None = None  # its GPU; None without one, or if it is not in the topology
-    near: tuple[int, ...] = ()  # NUMA domains that the GPU is next to; empty if unknown
+    gpu: Gpu | None = None  # its GPU; None without one or if the topology does not have it
+    near: tuple[int, ...] = ()  # NUMA domains next to the GPU; empty if unknown
 
 
 def gpus_of_ranks(
@@ -224,14 +222,14 @@ def gpus_of_ranks(
     devices: Sequence[Gpu | None],
     warnings: list[str],
 ) -> list[RankGpu]:
-    """Return the GPU of each rank: the visible device of its number, modulo their count.
+    """Return the GPU of each rank: visible device `local_rank % device_count`.
 
-    That is what `torch.device("cuda", local_rank % device_count)` does in the rank itself.
+    A training that uses `torch.device("cuda", local_rank % device_count)` gets the same one.
     """
     if not devices:
         return [RankGpu(rank) for rank in range(ranks)]
-    # Too many ranks are a warning rather than an error: the ranks themselves would share the GPUs
-    # in the same way.
+    # Too many ranks cause a warning, not an error: without hpml they would share GPUs in the same
+    # way.
     if ranks > len(devices) * ranks_per_gpu:
         warnings.append(
             f"{ranks} ranks for {counted(len(devices), 'visible GPU')}: more than "
@@ -245,9 +243,9 @@ def gpus_of_ranks(
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, devices: Sequence[Gpu | None]
 ) -> set[int]:
-    """Return the domains whose visible GPUs all lack a rank.
+    """Return the domains whose visible GPUs have no rank.
 
-    Domains without a GPU are included if they are nearer to these than to the GPU of any rank.
+    Include domains without a GPU that are nearer to these than to the GPU of any rank.
     """
     near = [() if gpu is None else local_domains(topology, machine, gpu) for gpu in devices]
     ranked = {domain for domains in near[:ranks] for domain in domains}
@@ -266,20 +264,20 @@ def visible_devices(
     hidden: Collection[str] = (),
     warnings: list[str] | None = None,
 ) -> list[Gpu | None]:
-    """Return the devices of a visible list in its order; None for an unknown device.
+    """Return the devices in a list of visible devices; None for an unknown one.
 
-    As in the driver, the list ends before an entry that cannot be a device, such as `-1` or
-    Slurm's `NoDevFiles`.
+    As in the driver, the list ends at the first invalid entry, such as `-1` or Slurm's
+    `NoDevFiles`.
 
     Args:
         topology: the node.
-        text: the variable's value; None if it is not set: then every GPU that is not hidden.
+        text: the variable's value; None (not set) means every GPU that is not hidden.
         hidden: PCI addresses of GPUs that a cgroup hides.
-        warnings: gets a sentence about each unknown device.
+        warnings: a sentence about each unknown device is appended here.
     """
     if text is None:
         return [gpu for gpu in topology.devices if gpu.address not in hidden]
-    # An index counts whole GPUs only; the driver accepts MIG instances by UUID alone.
+    # Indices count only whole GPUs; the driver accepts MIG instances only by UUID.
     admitted = [gpu for gpu in topology.gpus if not gpu.parent and gpu.address not in hidden]
     devices: list[Gpu | None] = []
     for entry in (part.strip() for part in text.split(",")):
@@ -297,17 +295,17 @@ def visible_devices(
 
 
 def _by_uuid(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
-    # The driver accepts the beginning of a UUID if only one device has it.
+    # The driver accepts a unique prefix of a UUID.
     begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid)]
     exact = [gpu for gpu in begun if gpu.uuid.lower() == uuid]
     return exact[0] if exact else begun[0] if len(begun) == 1 else None
 
 
 def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, ...]:
-    """Return the domains with CPUs that a GPU is next to; several if only its CPUs are known.
+    """Return the domains with CPUs next to a GPU; several if only its local CPUs are known.
 
-    Empty if unknown: a GPU that is near to all CPUs of several domains could be anywhere. A MIG
-    instance without a known domain has that of its parent, or of another instance of the parent.
+    Empty if unknown, as for a GPU whose local CPUs are all CPUs of several domains. A MIG instance
+    whose domain is unknown has that of its parent or of another instance of the parent.
     """
     with_cpus = machine.domains_with_cpus
     if len(with_cpus) == 1:
@@ -321,15 +319,15 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
     for candidate in candidates:
         if candidate.domain in with_cpus:
             return (candidate.domain,)
-        if candidate.domain is not None and topology.domain(candidate.domain):  # memory alone
+        if candidate.domain is not None and topology.domain(candidate.domain):  # has only memory
             return machine.nearest(candidate.domain, with_cpus)
         domains = machine.domains_of_cpus(candidate.cpus)
-        # A list of all CPUs is what the kernel shows for an unknown place, so it says nothing.
+        # The kernel lists all CPUs if the location is unknown.
         if domains and domains != with_cpus:
             return domains
     return ()
 
 
 def gpu_name(gpu: Gpu) -> str:
-    """Return a GPU's name for messages: PCI address, else the source's name, else its index."""
+    """Return a GPU's name for messages: PCI address, else name, else index."""
     return gpu.address or gpu.name or str(gpu.index)

@@ -1,24 +1,23 @@
-"""The plan file: one line per local rank, which hpml-bind can find and read quickly.
+"""The plan file: one line per local rank, which hpml-bind finds and parses quickly.
 
     file    = header, rank lines, warnings
     header  = "hpml-plan 1 ranks=" N " policy=" TEXT { " " KEY "=" VALUE } NEWLINE
     rank    = "rank " N { " " KEY "=" VALUE } NEWLINE
     warning = "warning " TEXT NEWLINE
 
-Rank lines are in order from 0. Readers skip unknown keys, so a key can be added without a new
-version. A value is text without white space, in which `%` and two hexadecimal digits encode a byte
-of UTF-8; a value of `-` is a missing one. CPUs, cores and domains are in the kernel's list format;
-with `bind=no` hpml-bind sets neither affinity nor memory policy. The other values of the header are
-the agent's settings for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`, `sigterm`,
-`recorder`, `gloo`, `peak`, `peak_bf16`). The number after `hpml-plan` is the version of this
-grammar.
+The number after `hpml-plan` is the version of this grammar. Rank lines are in order from 0. Readers
+skip unknown keys, so new keys need no new version. Values contain no white space: `%` and two
+hexadecimal digits encode a byte of UTF-8, and `-` means a missing value. CPUs, cores and domains
+are in the kernel's list format. With `bind=no` hpml-bind sets neither affinity nor memory policy.
+The other values in the header are the agent's settings for hpml-bind (`verify`, `allowed`,
+`visible`, `omp`, `channel`, `sigterm`, `recorder`, `gloo`, `peak`, `peak_bf16`).
 
-Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.
+Only `read` imports the classes of a plan: hpml-bind starts once per rank and does not need them.
 """
 
 from __future__ import annotations
 
-from hpml_orchestrator.topology.model import format_list, parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
 
     Args:
         plan: the node's plan.
-        more: further values of the header, by key; an empty value is written as `-`.
+        more: more header values by key; an empty value is written as `-`.
     """
     head = {
         "ranks": len(plan.ranks),
@@ -44,8 +43,7 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
     lines = [f"hpml-plan {VERSION} {_pairs(head)}"]
     for rank in plan.ranks:
         values = {
-            # A rank without CPUs stays where Slurm put it; an empty mask would be an error of the
-            # kernel.
+            # A rank without CPUs keeps Slurm's binding; the kernel would refuse an empty mask.
             "bind": "no" if plan.policy == "none" or not rank.cpus else "yes",
             "gpu": rank.gpu,
             "index": rank.gpu_index,
@@ -65,14 +63,13 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
 
 
 def find(text: str, local_rank: int) -> dict[str, str]:
-    """Return the values of one rank's line by key, without those that are `-`.
+    """Return the values in a rank's line by key, without missing ones.
 
     Raises:
         ValueError: this is not a plan file of this version, or it lacks the rank.
     """
     header(text)
-    # A search in the text instead of splitting it: each of the node's ranks does this at its
-    # start.
+    # Searching is faster than splitting all lines, and every rank does this when it starts.
     begin = text.find(f"\nrank {local_rank} ")
     end = text.find("\n", begin + 1)
     if begin < 0 or end < 0:
@@ -81,7 +78,7 @@ def find(text: str, local_rank: int) -> dict[str, str]:
 
 
 def header(text: str) -> dict[str, str]:
-    """Return the values of the first line by key, without those that are `-`.
+    """Return the values in the first line by key, without missing ones.
 
     Raises:
         ValueError: this is not a plan file of this version.
@@ -98,7 +95,7 @@ def header(text: str) -> dict[str, str]:
 
 
 def read(text: str) -> Plan:
-    """Return the plan that a file holds.
+    """Return the plan in a plan file.
 
     Raises:
         ValueError: this is not a plan file of this version, or a line cannot be read.
@@ -146,7 +143,7 @@ def _values(pairs: list[str]) -> dict[str, str]:
 
 
 def _escaped(value: str) -> str:
-    """Return a value without white space, control characters or anything that is not ASCII."""
+    """Encode white space, control characters and non-ASCII characters of a value."""
     if value == "-":
         return "%2d"
     return "".join(

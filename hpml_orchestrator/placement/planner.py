@@ -1,7 +1,7 @@
-"""The planner: decides from a node's topology where each local rank runs.
+"""The planner: choose cores, memory and network card of each local rank on a node.
 
-The GPUs' order is never changed: local rank r has visible device r, and the CPUs follow the GPU.
-The planner reads no clock, no environment and no file; equal input gives an equal plan.
+The order of GPUs never changes: local rank r uses visible device r, and its CPUs are near it. The
+planner is pure (no clock, environment or files): equal input gives equal plans.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hpml_orchestrator.placement.model import (
     gpus_of_ranks,
 )
 from hpml_orchestrator.placement.verify import ranks_text
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from hpml_orchestrator.topology.model import Gpu, Nic, Topology
 
-# Divides cores among ranks: a home domain per rank, idle domains lend cores, equal parts.
+# Divide cores among ranks: each rank has a home domain, and idle domains lend their cores.
 
 
 @dataclass
 class Group:
     """Ranks that share the cores of some domains."""
 
-    domains: list[int]  # the domains whose cores all belong to this group
-    homes: dict[int, list[int]]  # domain to the ranks whose GPU is next to it, in order
-    lent: list[int] = field(default_factory=list)  # cores of other domains
+    domains: list[int]  # domains whose cores all belong to this group
+    homes: dict[int, list[int]]  # by domain, the ranks whose GPU is next to it, in order
+    lent: list[int] = field(default_factory=list)  # cores borrowed from other domains
 
     @property
     def ranks(self) -> list[int]:
@@ -45,12 +45,12 @@ class Group:
         return sorted(rank for ranks in self.homes.values() for rank in ranks)
 
     def cores(self, machine: Machine) -> int:
-        """Return how many cores it has."""
+        """Return the number of its cores."""
         return sum(len(machine.pool[domain]) for domain in self.domains) + len(self.lent)
 
 
 def even(total: int, parts: int) -> list[int]:
-    """Return sizes of equal parts, those that are larger by one first.
+    """Return the sizes of nearly equal parts, larger ones first.
 
     >>> even(7, 3)
     [3, 2, 2]
@@ -62,16 +62,16 @@ def even(total: int, parts: int) -> list[int]:
 def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     """Divide units (sockets, domains or the whole node) among ranks in order, equally if possible.
 
-    With fewer ranks than units each rank gets one unit, spread over all units. No unit gets more
-    ranks than it has cores while another one has cores to spare.
+    If there are fewer ranks than units, each rank gets one unit, and these are spread evenly. No
+    unit gets more ranks than cores while another one has spare cores.
     """
     # First spread the ranks evenly over the units, whatever their size. Then, while a unit has more
     # ranks than cores, move one of its ranks to the unit that leaves the most cores per rank.
-    # With fewer cores than ranks on the node no move can help, so none is made.
+    # If the node has fewer cores than ranks, moving cannot help.
     count = [0] * len(units)
     for rank in range(ranks):
         # With fewer ranks than units this skips units evenly: two ranks on four domains get the
-        # first and the third, one per socket where a socket has two.
+        # first and third, which is one per socket if each socket has two domains.
         count[rank * len(units) // ranks] += 1
     full = sum(len(unit) for unit in units) < ranks
     while not full and any(held > len(unit) for held, unit in zip(count, units)):
@@ -93,10 +93,10 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 
 def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
-    """Return each rank's home: of its possible domains the one with most cores left per rank."""
+    """Return each rank's home: the possible domain with the most cores per rank."""
     # Greedy, ranks with the fewest possible domains first: the others have alternatives.
-    # Ranks with equal possibilities then get their homes in order, so that neighbouring ranks are
-    # on the same or neighbouring domains; the number of ranks per domain does not change.
+    # Then sort the homes of ranks with the same possible domains: neighbouring ranks get the same
+    # or neighbouring domains, and the number of ranks per domain does not change.
     counts = dict.fromkeys(machine.pool, 0)
     homes = [0] * len(near)
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -115,12 +115,12 @@ def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
 
 
 def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ()) -> None:
-    """Give the cores of domains without ranks, except `kept`, to the nearest groups, equally.
+    """Divide the cores of domains without ranks, except `kept`, equally among the nearest groups.
 
-    `groups` has the group of each domain with ranks.
+    `groups` contains the group of each domain with ranks.
     """
-    # Lenders with the same nearest groups ("takers") are divided together, those with the fewest
-    # takers first, since their cores cannot go elsewhere. The first loop decides how many cores
+    # Divide lenders with the same nearest groups ("takers") together, those with the fewest takers
+    # first, because their cores cannot go elsewhere. The first loop decides how many cores
     # each taker gets: one at a time to the taker with the fewest cores per rank. The second loop
     # decides which cores.
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -135,7 +135,7 @@ def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ())
             to = min(takers, key=lambda taker: (holds[taker] / heads[taker], machine.order[taker]))
             holds[to] += 1
             quota[to] += 1
-        # Whole domains first: a rank with cores in two domains is better off than one with three.
+        # Whole domains first: cores in two domains are better than in three.
         for lender in sorted(lenders, key=lambda lender: (-len(machine.pool[lender]), lender)):
             cores = machine.pool[lender]
             while cores:
@@ -145,12 +145,12 @@ def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ())
 
 
 def merge(machine: Machine, groups: list[Group]) -> None:
-    """Join each group that has fewer cores than ranks with the nearest one that has cores to spare.
+    """Join each group with fewer cores than ranks to the nearest group with spare cores.
 
     The node must have a core for each rank.
     """
-    # A join may leave the joined group short, so repeat until none is. This ends: each round
-    # removes a group, and the node as a whole has enough cores.
+    # The joined group may still be short, so repeat. This terminates: each round removes a group,
+    # and the node as a whole has enough cores.
     while True:
         short = next((group for group in groups if group.cores(machine) < len(group.ranks)), None)
         if short is None:
@@ -159,8 +159,8 @@ def merge(machine: Machine, groups: list[Group]) -> None:
 
         def cost(other: Group, short: Group = short) -> tuple[tuple[int, int], float, int]:
             gap = min(machine.gap(a, b) for a in short.homes for b in other.domains)
-            # A group without ranks counts as half a rank, so that among equally near groups an
-            # idle one is taken first unless it is tiny.
+            # Count a group without ranks as half a rank: of equally near groups, an idle one comes
+            # first unless it is tiny.
             per_rank = other.cores(machine) / (len(other.ranks) or 0.5)
             return gap, -per_rank, machine.order[other.domains[0]]
 
@@ -173,14 +173,14 @@ def merge(machine: Machine, groups: list[Group]) -> None:
 
 
 def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
-    """Divide a group's cores into equal parts, with as many cores as possible from the own domain.
+    """Divide a group's cores equally, with as many as possible from each rank's own domain.
 
-    The group must have a core for each rank. Cores stay in order, so that a rank's are neighbours.
+    The group must have a core for each rank. Each rank gets neighbouring cores.
     """
-    # 1. `part`: how many cores each rank gets; if they do not divide evenly, the ranks with most
-    #    cores in their home domain get one more, because they can take it there.
-    # 2. Each rank takes what its own domain offers, up to its part.
-    # 3. Ranks that still need cores take the remaining ones, nearest domain first.
+    # 1. `part` is the number of cores of each rank. If they do not divide evenly, the ranks with
+    #    the most cores in their home domain get one more, because they can take it there.
+    # 2. Each rank takes cores of its own domain, up to its part.
+    # 3. Ranks that need more take the remaining cores, nearest domain first.
     local: dict[int, int] = {}
     for domain, ranks in group.homes.items():
         local.update(zip(ranks, even(len(machine.pool[domain]), len(ranks))))
@@ -210,11 +210,11 @@ def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
 
 
 def share_short(machine: Machine, homes: Sequence[int]) -> list[list[int]]:
-    """Give one core to each rank if there are fewer cores than ranks, equally many to each core.
+    """Give each rank one core if there are fewer cores than ranks, spreading ranks evenly.
 
-    A rank gets a core of its home domain while there is a place left, else the nearest core.
+    A rank gets a core of its home domain while one has room, else the nearest core.
     """
-    # Each core has `places` ranks; only `more` cores have one more than that.
+    # Each core gets `places` ranks, and `more` of the cores one more.
     places, more = divmod(len(homes), len(machine.cores))
     load = dict.fromkeys(machine.cores, 0)
     shared: list[list[int]] = []
@@ -252,25 +252,25 @@ def plan(
 ) -> Plan:
     """Return which cores, memory, GPU and network card each local rank gets.
 
-    No core belongs to two ranks unless there are fewer cores than ranks (and with policy `none`).
-    Ranks next to the same domain get equal numbers of cores, give or take one, those of the domain
-    first. With `gpu-local` domains without a visible GPU lend their cores to the nearest ranks.
-    If a rule cannot be kept, the nearest possible plan is made, with a warning in it.
+    Ranks share cores only if there are fewer cores than ranks, or with policy `none`. Ranks next to
+    the same domain get equal numbers of cores (plus or minus one), those of the domain first. With
+    `gpu-local`, domains without a visible GPU lend their cores to the nearest ranks. If a rule
+    cannot be kept, the plan comes as close as possible and contains a warning.
 
     Args:
         topology: the node.
-        ranks: how many ranks the node has.
+        ranks: number of ranks on the node.
         policy: one of `POLICIES`.
-        ranks_per_gpu: how many ranks are meant to share one GPU.
+        ranks_per_gpu: number of ranks intended to share a GPU.
         allowed_cpus: CPUs that the job may use (cgroup or affinity mask); None for all.
-        visible_gpus: in the order of CUDA_VISIBLE_DEVICES, None for one that the topology does not
-            know; None for all GPUs.
-        loader_workers: processes per rank that load data and need a core each.
-        smt: use all hardware threads of a core, or only its first allowed one.
+        visible_gpus: devices in the order of CUDA_VISIBLE_DEVICES, with None for each device that
+            the topology does not have; None for all GPUs.
+        loader_workers: data loader processes per rank, each of which needs a core.
+        smt: whether to use all hardware threads of a core or only its first allowed one.
 
     Raises:
-        InputError: for an unknown policy, numbers below their minimum, and allowed CPUs of which
-            the node has none.
+        InputError: the policy is unknown, a number is too small, or the node has none of the
+            allowed CPUs.
     """
     _check(policy, ranks, ranks_per_gpu, loader_workers)
     allowed = None if allowed_cpus is None else frozenset(allowed_cpus)
@@ -324,7 +324,7 @@ def _share(
     warnings: list[str],
     idle_domains: Collection[int],
 ) -> list[list[int]]:
-    """Return each rank's cores; `idle_domains`, near to GPUs without a rank, lend none."""
+    """Return each rank's cores; `idle_domains` (near GPUs without a rank) lend none."""
     if not machine.cores:
         warnings.append("the topology has no CPUs: no rank can be bound")
         return [[] for _ in gpus]
@@ -339,13 +339,12 @@ def _share(
     if policy == "spread":
         return chunks([machine.cores], len(gpus))
     _warn_of_unknown(gpus, warnings)
-    # Without any known place of a GPU, equal parts in order of sockets are the best guess:
-    # neighbouring ranks stay on neighbouring cores.
+    # If no GPU's location is known, divide the cores equally in order of sockets: neighbouring
+    # ranks get neighbouring cores.
     if not any(gpu.near for gpu in gpus):
         return chunks([machine.cores] if scarce else _units(machine, policy), len(gpus))
-    # Which domain each rank belongs to is decided first, then how the cores of a domain, or of
-    # several, are divided: a rank next to its GPU with few cores is faster than one with many
-    # cores that reaches its GPU across sockets.
+    # First choose the domain of each rank, then divide the cores of domains: a rank with few cores
+    # near its GPU is faster than one with many cores on the other socket.
     homes = _homes(machine, gpus)
     _warn_of_far_homes(gpus, homes, warnings)
     if scarce:
@@ -363,7 +362,7 @@ def _share(
 
 
 def _units(machine: Machine, policy: str) -> list[Sequence[int]]:
-    """Return the cores in the pieces for ranks without a GPU: sockets, domains or the node."""
+    """Return the cores by unit of division for ranks without a GPU: socket, domain or node."""
     if policy == "numa":
         return list(machine.pool.values())
     if policy == "socket":
@@ -375,12 +374,12 @@ def _units(machine: Machine, policy: str) -> list[Sequence[int]]:
 
 
 def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
-    """Return each rank's home: a domain with usable cores, nearest to its GPU."""
+    """Return each rank's home: the domain nearest to its GPU that has usable cores."""
     wanted: list[tuple[int, ...]] = []
     for gpu in gpus:
         usable = tuple(domain for domain in gpu.near if domain in machine.pool)
-        # The job's mask may leave out the GPU's own domain. Then the nearest domain with usable
-        # cores is home, and the plan warns of it.
+        # If the job's mask excludes the GPU's own domain, the nearest domain with usable cores is
+        # home, and the plan contains a warning.
         if gpu.near and not usable:
             gaps = {
                 home: min(machine.gap(near, home) for near in gpu.near) for home in machine.pool
@@ -398,9 +397,8 @@ def _groups(
     for rank, home in enumerate(homes):
         ranks.setdefault(home, []).append(rank)
     if policy == "gpu-local":
-        # Domains without a GPU have nobody whose home they are, as on EPYC nodes in NPS4: their
-        # cores go to the nearest ranks. Domains next to an idle GPU lend nothing, because another
-        # job may come for that GPU.
+        # Some domains have no GPU, as on EPYC nodes in NPS4: their cores go to the nearest ranks.
+        # Domains next to an idle GPU keep their cores, because another job may get that GPU.
         groups = {domain: Group([domain], {domain: ranks[domain]}) for domain in sorted(ranks)}
         idle = [domain for domain in machine.pool if domain in idle_domains and domain not in ranks]
         lend(machine, groups, idle)
@@ -422,8 +420,8 @@ def _rank(
     for core in cores:
         counts[machine.domain_of[core]] = counts.get(machine.domain_of[core], 0) + 1
 
-    # Memory comes from one domain: the one next to the GPU, through which transfers to it go;
-    # among equals that with most of the rank's cores.
+    # Memory comes from a single domain: the one nearest to the GPU, for fast transfers; of equals,
+    # the one with the most cores of the rank.
     def cost(domain: int) -> tuple[int, int, int]:
         away = min((machine.distance(near, domain) for near in owned.near), default=0)
         return away, -counts[domain], domain
@@ -438,8 +436,7 @@ def _rank(
         cores=tuple(sorted(cores)),
         numa=tuple(sorted(counts)),
         memory=machine.memory_for(min(counts, key=cost)) if counts else None,
-        # Loader workers need cores of their own: with OpenMP threads on all of them, both would
-        # wait for each other.
+        # Loader workers need their own cores: OpenMP threads on all cores would compete with them.
         threads=max(1, threads - loader_workers),
         loader_workers=loader_workers,
         distance=machine.farthest(owned.near, counts),
@@ -449,7 +446,7 @@ def _rank(
 def _choose_nics(
     topology: Topology, machine: Machine, gpus: Sequence[RankGpu], homes: Sequence[tuple[int, ...]]
 ) -> list[str | None]:
-    """Return the name of each rank's network card: the nearest; equals are used equally often."""
+    """Return the name of each rank's nearest network card, balanced over equally near cards."""
     if not topology.nics:
         return [None] * len(gpus)
     links = {(gpu, nic): _LEVELS.get(level, 4) for gpu, nic, level in topology.links}
@@ -459,7 +456,7 @@ def _choose_nics(
     def cost(gpu: Gpu | None, near: tuple[int, ...], nic: str) -> tuple[int, tuple[int, int]]:
         gaps = [machine.gap(domain, other) for domain in near for other in places[nic]]
         level = None
-        if gpu:  # a MIG instance has its parent's link
+        if gpu:  # a MIG instance uses its parent's link
             level = links.get((gpu.name, nic), links.get((names.get(gpu.parent, ""), nic)))
         if level is None:
             level = _LEVELS["NODE"] if set(near) & set(places[nic]) else _LEVELS["SYS"]
@@ -474,8 +471,8 @@ def _choose_nics(
             costs = {nic: cost(gpu, near, nic) for nic in places}
             nearest[key] = [nic for nic in costs if costs[nic] == min(costs.values())]
         equals.append(nearest[key])
-    # Greedy, ranks with the least choice first: whoever may take any card must not take the only
-    # one of another rank. Among its nearest each rank takes the card with fewest ranks so far.
+    # Greedy, ranks with the fewest nearest cards first: a rank with a choice must not take the only
+    # card of another. Each rank takes the nearest card with the fewest ranks so far.
     load = dict.fromkeys(places, 0)
     chosen: list[str | None] = [None] * len(gpus)
     for rank in sorted(range(len(gpus)), key=lambda rank: (len(equals[rank]), rank)):
@@ -489,7 +486,7 @@ def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
     if nic.domain is not None:
         return (nic.domain,)
     domains = machine.domains_of_cpus(nic.cpus)
-    # A card next to all CPUs is one whose place the kernel does not know.
+    # The kernel lists all CPUs if it does not know the card's location.
     return () if domains == machine.domains_with_cpus else domains
 
 

@@ -1,4 +1,4 @@
-"""Verify where ranks run, and report the binding."""
+"""Compare where ranks run with the plan, and report the binding as records and text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.placement.model import Machine, gpu_name, local_domains, visible_devices
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,24 +15,22 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.topology.model import Topology
 
-# Records of the observed ranks of one node, and of what is wrong with their binding.
-#
-# Standard library only, Python 3.9 or newer: it travels to the nodes.
+# Records: the observed ranks of one node, and the proof of their binding.
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a rank as it was seen."""
+    """One observed process of a rank."""
 
-    pid: int  # its number
-    name: str  # what the kernel calls it
-    cpus: tuple[int, ...]  # CPUs that its threads may run on, all together
-    first: tuple[int, ...] = ()  # CPUs of its first thread, which are those of what it forks
-    load: float = 0.0  # how many CPUs it kept busy since the look before; 0 at its first
-    # A variable of its environment that makes OpenMP bind threads, such as `OMP_PROC_BIND=close`;
-    # empty if there is none
+    pid: int  # process ID
+    name: str  # command name in the kernel
+    cpus: tuple[int, ...]  # CPUs that any of its threads may use
+    first: tuple[int, ...] = ()  # CPUs of its first thread, which forked processes inherit
+    load: float = 0.0  # busy CPUs since the last observation; 0 at the first
+    # Environment variable that makes OpenMP bind threads, such as `OMP_PROC_BIND=close`; empty if
+    # none does
     openmp: str = ""
 
 
@@ -42,61 +40,61 @@ class Seen:
 
     local_rank: int  # number among the ranks of its node
     rank: int  # number among all ranks
-    pid: int  # its process
-    # CPUs that it was allowed when hpml-bind started; None if unknown
+    pid: int  # process ID
+    # CPUs allowed when hpml-bind started; None if unknown
     inherited: tuple[int, ...] | None = None
-    cpus: tuple[int, ...] = ()  # CPUs that hpml-bind read back after it had set them
-    # CPUs that a child forked by hpml-bind was allowed; None if none was forked
+    cpus: tuple[int, ...] = ()  # CPUs that hpml-bind read back after setting them
+    # CPUs allowed to a child of hpml-bind; None if it forked none
     child_cpus: tuple[int, ...] | None = None
-    # The process that does the rank's work, which a wrapper may have started; None if no process
-    # could be read
+    # The process that does the rank's work, perhaps started by a wrapper; None if no process could
+    # be read
     main: Process | None = None
-    # Its other processes: wrappers, loader workers and others that it started
+    # Its other processes, such as wrappers and loader workers
     others: tuple[Process, ...] = ()
     # CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None if not set
     visible: str | None = None
-    memory: str = ""  # its memory policy, such as `prefer:3`; empty if unknown
+    memory: str = ""  # memory policy, such as `prefer:3`; empty if unknown
     threads: int | None = None  # OMP_NUM_THREADS; None if not set
     nic: str = ""  # its network card; empty without one
-    live: bool = False  # whether the live process was read, or only hpml-bind's record of it
+    live: bool = False  # whether the live process was read, not only hpml-bind's record
     error: str = ""  # why hpml-bind could not bind the rank; empty if it could
-    # A failure that is not a fault, such as a memory policy that a container refuses
+    # Harmless failure, such as a memory policy that a container refuses
     note: str = ""
 
 
 @dataclass(frozen=True)
 class RankProof:
-    """Where one rank ran, and what is wrong with that."""
+    """Where one rank ran, and the faults of its binding."""
 
     rank: int  # number among all ranks
     local_rank: int  # number among the ranks of its node
-    pid: int = 0  # its process
-    gpu: str | None = None  # PCI address (or name) of the device it really has; None without one
+    pid: int = 0  # process ID
+    gpu: str | None = None  # PCI address (or name) of the device it uses; None without one
     uuid: str = ""  # UUID of that device; empty if unknown
     cpus: str = ""  # CPUs that it may run on, in the kernel's list format
-    cores: int = 0  # how many physical cores those are in
-    numa: tuple[int, ...] = ()  # NUMA domains that those are in
+    cores: int = 0  # number of physical cores of these CPUs
+    numa: tuple[int, ...] = ()  # NUMA domains of these CPUs
     memory: str = ""  # memory policy, such as `prefer:3`; empty if unknown
     nic: str = ""  # its network card; empty without one
-    # Largest NUMA distance from its device to one of its CPUs; None if unknown
+    # Largest NUMA distance from its device to its CPUs; None if unknown
     distance: int | None = None
     threads: int | None = None  # OMP_NUM_THREADS; None if not set
     live: bool = False  # whether the live process was read
-    wrong: tuple[str, ...] = ()  # the faults, one sentence each; empty if the rank runs as planned
+    wrong: tuple[str, ...] = ()  # faults, one sentence each; empty if it runs as planned
 
 
 @dataclass(frozen=True)
 class NodeProof:
     """The proof of one node: where its ranks run."""
 
-    node: str  # Slurm's name of it
-    policy: str  # the plan's
+    node: str  # name in Slurm
+    policy: str  # of the plan
     verify: str  # `strict`, `warn` or `off`
-    expected: int  # ranks that the plan has
-    ranks: tuple[RankProof, ...] = ()  # those that were seen, by local rank
-    warnings: tuple[str, ...] = ()  # the plan's and the topology's
-    looks: int = 0  # how often the live processes were read
-    time: float = 0.0  # seconds since the epoch of the last change
+    expected: int  # number of ranks in the plan
+    ranks: tuple[RankProof, ...] = ()  # observed ranks, by local rank
+    warnings: tuple[str, ...] = ()  # from plan and topology
+    looks: int = 0  # number of times that live processes were read
+    time: float = 0.0  # last change, seconds since the epoch
 
     @property
     def right(self) -> bool:
@@ -105,15 +103,15 @@ class NodeProof:
 
 
 def proof_json(proof: NodeProof) -> dict[str, object]:
-    """Return a proof as plain data, ready for `json.dumps`."""
+    """Return a proof as plain data for `json.dumps`."""
     return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
 
 
 def proof_of_json(data: Mapping[str, object]) -> NodeProof:
-    """Return the proof that plain data hold; unknown fields are ignored.
+    """Return the proof in plain data; unknown fields are ignored.
 
     Raises:
-        ValueError: they are not a proof.
+        ValueError: the data are not a proof.
     """
     try:
         ranks = data.get("ranks", [])
@@ -131,7 +129,7 @@ def _values(kind: type[NodeProof | RankProof], data: Mapping[str, object]) -> di
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-# Text about plans and proofs: how ranks are bound, and which are not bound as planned.
+# Text: how ranks are bound, and which ranks are not bound as planned.
 
 COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG")
 _ROWS_MAX = 64
@@ -143,9 +141,9 @@ class PlanFigures(TypedDict):
     """The figures of a node's plan that `plan_lines` prints."""
 
     policy: str
-    ranks: int  # how many the plan has
-    cores: list[int]  # the different counts of cores per rank, ascending
-    threads: list[int]  # the different values of OMP_NUM_THREADS; empty if hpml does not set it
+    ranks: int  # number of ranks
+    cores: list[int]  # distinct numbers of cores per rank, ascending
+    threads: list[int]  # distinct values of OMP_NUM_THREADS; empty if hpml does not set it
     warnings: list[str]
 
 
@@ -161,7 +159,7 @@ def plan_figures(plan: Plan, *, sets_threads: bool) -> PlanFigures:
 
 
 def plan_lines(figures: Sequence[tuple[str, PlanFigures]]) -> list[str]:
-    """Return a line about how the ranks of all nodes are bound, and the nodes' warnings."""
+    """Return one line about the binding of all ranks, followed by the nodes' warnings."""
     lines = []
     bound = [plan for _, plan in figures if plan["policy"] != "none"]
     if bound:
@@ -178,7 +176,7 @@ def plan_lines(figures: Sequence[tuple[str, PlanFigures]]) -> list[str]:
 
 
 def by_sentence(warnings: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Return each sentence once, behind its node, or its first and how many more.
+    """Return each sentence once, prefixed with its first node and the number of other nodes.
 
     >>> by_sentence([("n1", ["odd", "far"]), ("n2", ["far"])])
     ['n1: odd', 'n1 and 1 more: far']
@@ -200,7 +198,7 @@ def ranks_text(numbers: Sequence[int]) -> str:
 
 
 def node_line(proof: NodeProof) -> str:
-    """Return the line about a node on which some ranks are wrong."""
+    """Return the line about a node with wrongly bound ranks."""
     count = counted(len(proof.ranks), "rank")
     if len(proof.ranks) != proof.expected:
         count = f"{len(proof.ranks)} of {proof.expected} ranks"
@@ -211,7 +209,7 @@ def node_line(proof: NodeProof) -> str:
 
 
 def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
-    """Return a row per fault of a node, its cells as in `COLUMNS`; a rank is named once."""
+    """Return one row per fault with the columns of `COLUMNS`; only the first row names the rank."""
     rows: list[tuple[str, ...]] = []
     for rank in proof.ranks:
         cpus = rank.cpus if len(rank.cpus) <= _CELL_CHARS else f"{rank.cpus[: _CELL_CHARS - 1]}…"
@@ -223,7 +221,7 @@ def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the lines of the table of what is wrong."""
+    """Return the lines of the table of faults."""
     shown = [COLUMNS, *rows[:_ROWS_MAX]]
     widths = [max(map(len, column)) for column in list(zip(*shown))[:-1]]
     lines = [
@@ -249,8 +247,10 @@ def _span(counts: Sequence[int], noun: str) -> str:
     return counted(most, noun) if least == most else f"{least}-{most} {noun}s"
 
 
-_WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
-_FULL_LOAD = 0.9  # of each core, from which processes wait for each other
+# Verification: compare observed ranks with the plan.
+
+_WORK_LOAD = 0.02  # busy CPUs from which a process counts as working
+_FULL_LOAD = 0.9  # busy share of each core from which processes compete
 _SHOWN_CHARS = 60
 _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
@@ -259,13 +259,13 @@ _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 class NodeContext:
     """The inputs of a node's plan besides its topology."""
 
-    node: str  # Slurm's name of it
+    node: str  # name in Slurm
     verify: str  # `strict`, `warn` or `off`
-    allowed: tuple[int, ...]  # CPUs that the job may use there
-    # The job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None if not set
+    allowed: tuple[int, ...]  # CPUs that the job may use on the node
+    # The job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) on the node; None if not set
     visible: str | None = None
     hidden: frozenset[str] = frozenset()  # PCI addresses of GPUs that a cgroup hides from the job
-    ranks_per_gpu: int = 1  # how many ranks are meant to share a GPU
+    ranks_per_gpu: int = 1  # number of ranks intended to share a GPU
 
 
 def judge(
@@ -273,8 +273,8 @@ def judge(
 ) -> NodeProof:
     """Compare the observed ranks with the plan; return where they run and their faults.
 
-    The policy `none` has no faults. Ranks that were not observed are left out: they may start
-    later, so only the job's end shows whether one is missing.
+    With the policy `none` there are no faults. Ranks that were not observed are omitted: they may
+    start later, so only the end of the job shows whether one is missing.
     """
     node = _Node(topology, plan, context)
     ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]
@@ -300,7 +300,7 @@ def judge(
 
 
 class _Node:
-    """The facts about the node that the checks of all ranks use."""
+    """Facts about the node that all checks use."""
 
     def __init__(self, topology: Topology, plan: Plan, context: NodeContext) -> None:
         self.topology = topology
@@ -309,25 +309,25 @@ class _Node:
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
         self.gpus = visible_devices(topology, context.visible, context.hidden)
-        # A CUDA process can use only one MIG instance, whatever its list is.
+        # A CUDA process can use only one MIG instance, even if its list has several.
         known = [gpu for gpu in self.gpus if gpu]
         self.is_divided = bool(known) and all(gpu.parent for gpu in known)
         self.is_scarce = len(self.cores(context.allowed)) < len(plan.ranks)
 
     @property
     def ranks_per_gpu(self) -> int:
-        """How many ranks may share a device; unlimited if the job got no list of GPUs."""
+        """Number of ranks that may share a device; unlimited if the job got no list of GPUs."""
         if self.context.visible is None and self.gpus:
             return max(self.context.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
         return self.context.ranks_per_gpu
 
     def cores(self, cpus: Iterable[int]) -> frozenset[int]:
-        """Return the physical cores that the CPUs belong to."""
+        """Return the physical cores of the CPUs."""
         return frozenset(self.core_of[cpu] for cpu in cpus if cpu in self.core_of)
 
 
 class _Rank:
-    """One rank: the observation, the plan, and the CPUs and GPU that it has."""
+    """One rank: observation, plan, and its actual CPUs and GPU."""
 
     def __init__(self, node: _Node, seen: Seen) -> None:
         self.seen = seen
@@ -338,7 +338,7 @@ class _Rank:
         self.main = frozenset(seen.main.cpus if seen.main else seen.cpus)
         self.outside = [p for p in seen.others if self.own and not self.own >= set(p.cpus)]
         self.cpus = self.main.union(*(process.cpus for process in self.outside))
-        # A job that was given no GPUs has none, whatever its ranks' lists show.
+        # A job without GPUs has none, even if its ranks' lists name some.
         visible = "" if node.context.visible == "" else seen.visible
         self.gpus = visible_devices(node.topology, visible, node.context.hidden)
         self.hides_gpus = 0 < len(self.gpus) < len(node.gpus) and not node.is_divided
@@ -387,7 +387,7 @@ def _start_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
-    """Return the faults of its CPUs: a rank must run on exactly the CPUs of its plan."""
+    """Return the faults of its CPUs: a rank must run on exactly its planned CPUs."""
     seen, plan, main, own = rank.seen, rank.plan, rank.main, rank.own
     if plan is None or not own or not rank.cpus:
         return []
@@ -438,7 +438,7 @@ def _divides(rank: _Rank) -> bool:
 
 
 def _elsewhere(node: _Node, rank: _Rank) -> str:
-    """Return the sentence about a rank that runs on CPUs that it was not assigned."""
+    """Return the fault of a rank that runs on CPUs not assigned to it."""
     own = f"{format_list(rank.own)}"
     if node.plan.policy in _NEAR_POLICIES and rank.gpu and rank.near and rank.domains and rank.plan:
         planned, seen = rank.plan.distance, rank.proof.distance
@@ -469,7 +469,7 @@ def _crowds(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return the faults of its GPUs: it must see all GPUs of the job and have the planned one."""
+    """Return the faults of its GPUs: it must see all of the job's and use the planned one."""
     value = "not set" if rank.seen.visible is None else _shown(repr(rank.seen.visible))
     visible = f"(its list of visible devices is {value})"
     if rank.hides_gpus:
@@ -491,7 +491,7 @@ def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
 def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
     on_gpu: dict[str, list[_Rank]] = {}
     for rank in ranks:
-        if rank.gpu and not rank.hides_gpus:  # hidden GPUs are a fault already
+        if rank.gpu and not rank.hides_gpus:  # hidden GPUs are reported already
             on_gpu.setdefault(rank.gpu.name, []).append(rank)
     for sharing in on_gpu.values():
         if len(sharing) > node.ranks_per_gpu:
@@ -501,9 +501,9 @@ def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
 
 
 def _add_shared_cores(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add a fault to ranks that run on physical cores of other ranks.
+    """Add a fault to each rank that runs on physical cores of other ranks.
 
-    A rank that stays on its cores has no fault if another rank moves there.
+    A rank on its own cores has no fault if another rank moves there.
     """
     for rank in ranks:
         if node.is_scarce or not rank.own or rank.cpus <= rank.own:

@@ -1,7 +1,7 @@
 """Damage in the records of an attempt: files that are truncated, garbled, or of a newer version.
 
-Readers skip what they cannot understand, because damage must not end a run. But whoever computes
-figures from the records has to know that some are missing.
+Readers skip records that they cannot parse, because damage must not end a run. Code that computes
+figures from the records must know that some are missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Damage:
 
     Attributes:
         path: of the file.
-        why: what is wrong with it.
+        why: the damage, in words.
         line: the first damaged line, counted from 1; 0 if the file is a single record.
     """
 
@@ -45,11 +45,11 @@ class Damage:
 def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
     """Yield the attempt's damaged files that figures depend on.
 
-    A file that is truncated between two lines cannot be recognized.
+    A file truncated between two lines cannot be detected.
 
     Args:
         attempt: its directory.
-        is_growing: whether the job may still write: then the last line of a file may be incomplete.
+        is_growing: whether the job may still write, so that last lines may be incomplete.
     """
     for directory, ending, fault in (
         ("events", ".jsonl", event_fault),
@@ -66,7 +66,7 @@ def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
 
 
 def record_damage(path: Path, fields: Mapping[str, Callable[[object], bool]]) -> Iterator[Damage]:
-    """Yield the damage of a file that is one record; a missing file is not damaged."""
+    """Yield the damage of a file with a single record; a missing file is not damaged."""
     try:
         why = field_fault(read_json(path), fields)
     except NotFoundError:
@@ -80,7 +80,7 @@ def record_damage(path: Path, fields: Mapping[str, Callable[[object], bool]]) ->
 def field_fault(
     record: Mapping[str, object], fields: Mapping[str, Callable[[object], bool]]
 ) -> str:
-    """Return which field of a record is missing or has a wrong value; empty if none."""
+    """Return a message about a missing or invalid field of a record; empty if all are valid."""
     for name, is_right in fields.items():
         if name not in record:
             return f"it has no `{name}`"
@@ -125,7 +125,7 @@ _RECORDS: tuple[tuple[str, str, dict[str, Callable[[object], bool]]], ...] = (
 
 
 def _files(directory: Path, ending: str) -> list[Path]:
-    """Return files by name; none if the directory is missing, or if it may not be read."""
+    """Return files by name; empty if the directory is missing or unreadable."""
     return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
@@ -136,7 +136,7 @@ def _lines(path: Path, fault: Callable[[bytes], str], *, is_growing: bool) -> It
         with path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if not line.endswith(b"\n"):
-                    # The writer may be in the middle of its last line, which is no damage.
+                    # The writer may be in the middle of the last line.
                     if not is_growing:
                         yield Damage(path, "the line is cut off", number)
                     return

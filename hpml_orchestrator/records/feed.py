@@ -1,4 +1,4 @@
-"""Messages of the training channel, and the events that agents write."""
+"""Events of a job, and the messages with counters of ranks from agents to exporters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ COUNTERS = (
     "save_seconds",
     "evaluation_seconds",
 )
-"""The counters of each rank; on the ranks' channel these names end in `_total`."""
+"""Counters of each rank; in the ranks' own messages these names end in `_total`."""
 
 GAUGES = ("loss", "accuracy", "mfu")
 
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
-"""Upper bounds of the buckets of steps; the same as in training_jobs/hpml_channel.py."""
+"""Upper bounds of the buckets of step durations, as in training_jobs/hpml_channel.py."""
 
 BUCKETS = len(STEP_BOUNDS_SECONDS) + 1
 MAX_MESSAGE_BYTES = 32 * 1024
@@ -52,9 +52,10 @@ class RankFigures(NamedTuple):
         rank: global rank.
         age: seconds since its last report.
         totals: its counters, in the order of `COUNTERS`.
-        buckets: its steps by duration, not cumulative, the last one unbounded; None: not reported.
-        method: how communication was measured; empty if it was not.
-        gauges: the latest values by name.
+        buckets: numbers of steps by duration, not cumulative, the last bucket unbounded; None if
+            not reported.
+        method: how communication was measured; empty if not measured.
+        gauges: latest values by name.
     """
 
     rank: int
@@ -66,12 +67,12 @@ class RankFigures(NamedTuple):
 
 
 class FeedMessage(NamedTuple):
-    """One message of an agent.
+    """One message from an agent.
 
     Attributes:
         pid: the agent's process id, as the agent reports it.
-        binding: ranks that are bound as planned, and others; None: not judged.
-        ranks: the ranks of this part.
+        binding: numbers of ranks bound as planned and of other ranks; None if not verified.
+        ranks: ranks in this part of the message.
     """
 
     pid: int
@@ -101,10 +102,10 @@ def encode(pid: int, binding: tuple[int, int] | None, ranks: Sequence[RankFigure
 
 
 def part_of(datagram: bytes) -> int:
-    """Return the number of a message's part, without parsing the rest.
+    """Return the part number of a message without parsing the rest.
 
     Raises:
-        ValueError: not a message of a training feed, or too long.
+        ValueError: not a training feed message, or too long.
     """
     number = datagram[len(_HEAD) : _HEAD_BYTES].partition(b"\n")[0]
     if not datagram.startswith(_HEAD) or len(datagram) > MAX_MESSAGE_BYTES:
@@ -113,10 +114,10 @@ def part_of(datagram: bytes) -> int:
 
 
 def decode(datagram: bytes) -> FeedMessage:
-    """Return a message's content; its numbers are finite and, except for gauges, not negative.
+    """Return the content of a message: numbers are finite and, except for gauges, not negative.
 
     Raises:
-        ValueError: not a message of a training feed.
+        ValueError: not a training feed message.
     """
     part_of(datagram)
     try:
@@ -131,7 +132,7 @@ def decode(datagram: bytes) -> FeedMessage:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a parsed value is a number that a metric can have: no NaN, not infinite."""
+    """Return whether a parsed value is a finite number, as metrics need."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) < _HIGHEST
@@ -161,31 +162,31 @@ def _count(value: object) -> int:
     return value
 
 
-# The events of a job, in one vocabulary that staging, training, sweeps and reports share.
+# Events of a job: staging, training, sweeps and reports share one vocabulary.
 
 VOCABULARY = (
     "queued",  # handed to the scheduler
     "started",  # the script of this attempt runs
-    "staging",  # a node began to bring data in
+    "staging",  # a node started to copy data
     "ready",  # a node has all of its data
-    "rendezvous",  # a rank entered the process group's start
-    "preparation",  # a rank is in the process group, and prepares data, model and checkpoint
+    "rendezvous",  # a rank starts to join the process group
+    "preparation",  # a rank has joined the process group and prepares data, model and checkpoint
     "resumed",  # a rank continues from a checkpoint
     "warm-up",  # a rank runs its first steps
-    "training",  # a rank begins to train at `data.step` of `data.total_steps`
-    "step",  # a rank's cumulative counters, at most once a second, and less often later
+    "training",  # a rank starts to train at `data.step` of `data.total_steps`
+    "step",  # a rank's cumulative counters, at most once per second, later less often
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
-    "signal",  # the script (node `batch`) or a node's steps got one that did not end the job
-    "hang",  # no rank of a node gave a sign of life for too long
+    "signal",  # the script (node `batch`) or a node's steps got a signal that did not end the job
+    "hang",  # no rank of a node sent anything for too long
     "stop",  # a node was asked to stop the job; the reason is in `data.reason`
     "stopping",  # a rank stops on request
-    "link",  # `data.url` of a page about the run, such as an experiment tracker's, and its `name`
+    "link",  # `data.url` and `data.name` of a page about the run, such as an experiment tracker's
     "ended",  # the attempt ended; the reason is in `data.reason`
 )
-"""The only names that an event may have, in the order of a job's life."""
+"""All event names, in the order of a job's life."""
 
-# A line as `Event.to_json` writes it, without objects in the data.
+# A line from `Event.to_json` whose data contain no objects.
 _STEP = re.compile(
     rb'\{"schema_version":1,"time":[\d.]+,"event":"step","node":"[^"]*","rank":(\d+),'
     rb'"data":\{[^{}\x00-\x1f]*\}\}\n'
@@ -198,11 +199,11 @@ class Event:
     """One event.
 
     Attributes:
-        time: seconds since the epoch on the node's clock.
+        time: seconds since the epoch, by the node's clock.
         event: one of `VOCABULARY`.
         node: Slurm's name of the node, or `batch` for the script itself.
-        rank: global rank; None for events of a node or the script.
-        data: its figures and words, with units in the keys.
+        rank: global rank; None for events of nodes and the script.
+        data: details; keys contain the unit.
     """
 
     time: float
@@ -252,16 +253,16 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def read_all(directory: Path) -> Iterator[Event]:
-    """Yield an attempt's events, file by file in the order of writing; the script's come first."""
+    """Yield an attempt's events file by file in order of writing, the script's first."""
     for path in _files(directory):
         yield from read(path)
 
 
 def read_milestones(directory: Path) -> Iterator[Event]:
-    """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
+    """Yield an attempt's events, but only the first and last `step` of each rank in a file.
 
-    If a rank is restarted, its counters start again at 0: then the last step before and the first
-    after the restart are yielded, too. At most one event per rank is kept in memory.
+    The counters of a restarted rank begin at 0 again, so the last step before and the first step
+    after a restart are included. Keeps at most one event per rank in memory.
     """
     for path in _files(directory):
         counted: dict[int | None, float] = {}
@@ -275,8 +276,8 @@ def read_milestones(directory: Path) -> Iterator[Event]:
                     yield from filter(None, (event,))
                     continue
                 rank = event.rank
-            # Two regular expressions instead of a JSON parser for each line: nearly all lines of a
-            # long training are steps, and only the last of each rank is parsed.
+            # Regular expressions are faster than parsing JSON: in a long training nearly all lines
+            # are steps, and only the last one of each rank is parsed.
             steps = _steps(line)
             if rank in counted and steps >= counted[rank]:
                 last[rank] = line
@@ -288,17 +289,17 @@ def read_milestones(directory: Path) -> Iterator[Event]:
 
 
 def _steps(line: bytes) -> float:
-    """Return the counted steps in a line of a `step`; 0 if it does not report them."""
+    """Return the number of steps in the line of a `step`; 0 if it has none."""
     found = _STEPS_TOTAL.search(line)
     return float(found[1]) if found else 0.0
 
 
 def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
-    """Yield the events in the last `size` bytes of each of an attempt's files that can be read."""
+    """Yield the events in the last `size` bytes of each readable file of an attempt."""
     for path in _files(directory):
         with contextlib.suppress(OSError), path.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
-            # The first and the last line may be incomplete; they are skipped as not JSON.
+            # Incomplete first and last lines are not JSON and therefore skipped.
             yield from filter(None, map(_event_of, stream.read(size).splitlines()))
 
 
@@ -307,7 +308,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def event_fault(line: bytes) -> str:
-    """Return why a line is not an event; empty if it is one, even with an unknown name."""
+    """Return why a line is not an event; empty for any event, even with an unknown name."""
     if _STEP.fullmatch(line):
         return ""
     record = parse_record(line, SCHEMA_VERSION)

@@ -1,4 +1,4 @@
-"""Write and read small files such that no reader sees half of one, also after a crash or on NFS."""
+"""Read and write small files atomically, also on NFS and in case of a crash."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SCHEMA_VERSION = 1
-"""Version of every record that this hpml writes; readers refuse newer ones."""
+"""Schema version of all records; readers refuse newer ones."""
 
 PathLike = Union[str, "os.PathLike[str]"]
 
 
 def fsync_dir(directory: PathLike) -> None:
-    """Sync a directory to disk, so that its names survive a crash."""
+    """Sync a directory to disk, so that its entries survive a crash."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -30,7 +30,7 @@ def fsync_dir(directory: PathLike) -> None:
 
 
 def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) -> None:
-    """Publish a file in one step: temporary sibling, fsync, rename, fsync of the directory.
+    """Write a file atomically: temporary file, fsync, rename, fsync of the directory.
 
     Raises:
         RecordError: the directory cannot be written (full, read-only, quota, permission).
@@ -40,7 +40,7 @@ def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) ->
 
 
 def write_users_file(path: PathLike, text: Union[str, bytes]) -> None:
-    """Publish a file as `write_text` does, with the permissions that the user's umask leaves.
+    """Write a file like `write_text`, but with the default permissions of the user's umask.
 
     Raises:
         RecordError: the directory cannot be written.
@@ -51,27 +51,27 @@ def write_users_file(path: PathLike, text: Union[str, bytes]) -> None:
 
 
 def write_json(path: PathLike, record: Mapping[str, object]) -> None:
-    """Publish a mapping as indented JSON with `schema_version` in front."""
+    """Write a mapping atomically as indented JSON, with `schema_version` first."""
     write_text(path, _json_text(record))
 
 
 def create_json(path: PathLike, record: Mapping[str, object]) -> bool:
-    """Publish a mapping durably unless the file exists: of many callers, one succeeds.
+    """Create a file with a mapping durably unless it exists: one of many callers succeeds.
 
     Returns:
-        False if the file exists already; it stays unchanged.
+        False if the file exists; it is not changed.
 
     Raises:
         RecordError: the directory cannot be written, or its file system has no hard links.
     """
     with _written_sibling(Path(path), _json_text(record), 0o644) as temporary:
         try:
-            # A hard link fails if the name exists, on NFS too: rename would replace the other's
-            # file, and O_EXCL would show it before it has its content.
+            # A hard link fails if the name exists, also on NFS. Rename would replace the other's
+            # file, and O_EXCL would expose an empty file.
             os.link(temporary, path)
         except FileExistsError:
-            # NFS may repeat a request whose answer was lost, and the second one finds the link that
-            # the first one made.
+            # NFS may repeat a request whose answer was lost: the second one finds the link made by
+            # the first.
             return os.path.samefile(temporary, path)
     return True
 
@@ -85,8 +85,8 @@ def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterat
             stream.write(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
             stream.flush()
             os.fchmod(fd, mode)
-            # Content first, then the name: after a crash, a rename without this could leave the new
-            # name with an empty file.
+            # Sync the content before the rename: otherwise a crash could leave an empty file under
+            # the new name.
             os.fsync(fd)
         yield temporary
         fsync_dir(target.parent)
@@ -119,7 +119,7 @@ def read_text(path: PathLike) -> str:
 
 
 def names_in(directory: PathLike) -> list[str]:
-    """Return the names in a directory, sorted; none if it is missing or may not be read."""
+    """Return the sorted names in a directory; empty if it is missing or unreadable."""
     try:
         return sorted(os.listdir(directory))
     except OSError:
@@ -127,7 +127,7 @@ def names_in(directory: PathLike) -> list[str]:
 
 
 def read_text_or_nothing(path: PathLike) -> str:
-    """Read a UTF-8 file; empty if that is impossible."""
+    """Read a UTF-8 file; empty if it cannot be read."""
     try:
         return read_text(path)
     except (NotFoundError, RecordError):
@@ -135,11 +135,11 @@ def read_text_or_nothing(path: PathLike) -> str:
 
 
 def read_json(path: PathLike) -> Any:
-    """Read a JSON record of this or an older schema version.
+    """Read a JSON record with this or an older schema version.
 
     Raises:
         NotFoundError: the file does not exist.
-        RecordError: it is no JSON mapping, or was written by a newer hpml.
+        RecordError: it is not a JSON mapping, or was written by a newer hpml.
     """
     text = read_text(path)
     try:
@@ -158,7 +158,7 @@ def read_json(path: PathLike) -> Any:
 
 
 def append_line(path: PathLike, line: str) -> None:
-    """Append one line with a single write, so that lines of several writers never mix."""
+    """Append a line with a single write, so that lines of several writers never mix."""
     with open(path, "ab", buffering=0) as stream:
         stream.write(f"{line}\n".encode("utf-8", "surrogateescape"))
 

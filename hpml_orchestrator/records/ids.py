@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
 MAX_NAME_CHARS = 40
-"""Of a longer job name an id has the beginning."""
+"""Maximum number of characters of the job name in an id."""
 _LEAST_PART_CHARS = 4
 
 ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*-\d{8}-\d{6}-[0-9a-z]{6}(\.\d+)?$")
-"""`<name>-<yyyymmdd>-<hhmmss in UTC>-<6 characters>`, and `.<index>` for one of several runs."""
+"""`<name>-<yyyymmdd>-<hhmmss in UTC>-<6 characters>`, with `.<index>` for one of several runs."""
 
 _ANSWERS = (
     re.compile(r"(\d+)(?:;(\S+))?", re.ASCII),
-    # of a site's wrapper that drops `--parsable`
+    # from a site's wrapper that drops `--parsable`
     re.compile(r"(?:.*\s)?Submitted batch job (\d+)(?: on cluster (\S+))?", re.ASCII),
 )
 _VALID_ID = re.compile(r"[1-9]\d*(?:[_+]\d+)?", re.ASCII)
 
 
 def new_id(name: str, *, now: float | None = None) -> str:
-    """Return a new id for a job of that name.
+    """Return a new id for a job with this name.
 
     Args:
-        name: a job name as the job file allows it; cut after 40 characters.
-        now: seconds since the epoch; the clock when left out.
+        name: a valid job name; cut after 40 characters.
+        now: seconds since the epoch; default: the current time.
     """
     suffix = "".join(secrets.choice(_ALPHABET) for _ in range(_SUFFIX_CHARS))
     return f"{name[:MAX_NAME_CHARS]}-{stamp(time.time() if now is None else now)}-{suffix}"
 
 
 def stamp(seconds: float) -> str:
-    """Return a time, seconds since the epoch, as ids have it; stamps compare as times do."""
+    """Return a time (seconds since the epoch) in the format of ids; stamps sort like times."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 
@@ -54,7 +54,7 @@ def stamp_of(sid: str) -> str:
 
 
 def dated(sid: str) -> str:
-    """Return an id with its time as local time, for messages."""
+    """Return an id with its time in local time, for messages."""
     try:
         moment = calendar.timegm(time.strptime(stamp_of(sid), "%Y%m%d-%H%M%S"))
     except ValueError:  # not an id of hpml
@@ -63,16 +63,16 @@ def dated(sid: str) -> str:
 
 
 def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list[str]:
-    """Return the ids that a word names.
+    """Return the ids that a word matches.
 
-    The id itself, else the runs of a job with that very name, else ids that begin or end with it. A
-    part of an id has at least four characters, so that a mistyped word names nothing.
+    The id itself, else runs of the job with exactly this name, else ids that begin or end with it.
+    Part of an id needs at least four characters, so that a typo matches nothing.
 
     Args:
         word: what the user typed.
-        ids: to choose from, in the order of the result.
-        exact_name: for commands that cannot be undone: the name of the job or its id, of which the
-            end may be left out behind the date. So `exp-2` never names a run of `exp`.
+        ids: candidates, in the order of the result.
+        exact_name: for commands that cannot be undone: accept only the job's name or its id, whose
+            end may be omitted after the date. So `exp-2` never matches a run of `exp`.
 
     >>> large = "digits-large-20260102-030405-abcdef"
     >>> named_by("digits", [large]), named_by("digits", [large], exact_name=True)
@@ -96,20 +96,20 @@ def _dated_length(sid: str) -> int:
 
 
 def valid_id(job_id: str) -> bool:
-    """Return whether this can be a job's id: `25`, `25_3`, `28+1`."""
+    """Return whether a text can be a job id: `25`, `25_3`, `28+1`."""
     return _VALID_ID.fullmatch(job_id) is not None
 
 
 def parse_answer(text: str) -> tuple[str, str]:
-    r"""Return job id and cluster from sbatch's answer, each empty if missing; a torn line is none.
+    r"""Return job id and cluster from sbatch's answer, empty if missing; ignore incomplete lines.
 
     >>> parse_answer("4711;Cluster\n"), parse_answer("Submitted batch job 4711\n")
     (('4711', 'cluster'), ('4711', ''))
     >>> parse_answer("47")
     ('', '')
     """
-    # Only a complete line counts: sbatch may be killed in the middle of a write, and `47` could be
-    # the beginning of `4711`, another user's job. Other lines come from a site's wrapper.
+    # Only complete lines count: sbatch may be killed during a write, and `47` may be the start of
+    # `4711`, while 47 is another user's job. A site's wrapper may print other lines.
     for line in text.splitlines(keepends=True):
         for pattern in _ANSWERS if line.endswith("\n") else ():
             answer = pattern.fullmatch(line.strip())
@@ -118,18 +118,18 @@ def parse_answer(text: str) -> tuple[str, str]:
     return "", ""
 
 
-# The tasks of a job array: indices in Slurm's forms, and how many may run at once.
+# Job arrays: task indices in Slurm's notation, and the number of tasks that may run at once.
 
 _MAX_INDEX = 4_000_000
-"""The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
+"""Largest index that any Slurm accepts (MaxArraySize is at most 4,000,001)."""
 
 _MAX_TASKS = 10_000
-"""Most tasks of one submission: each has a directory of records."""
+"""Maximum number of tasks per submission, because each has a directory of records."""
 
 _FORMS = "indices such as 0-9, 1,3,7 or 0-31:4, with %2 behind them for at most two at once"
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-_PROGRESSION = 3  # two indices with a step between them are shorter as a list
+_PROGRESSION = 3  # a list is shorter for only two indices
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class ArraySpec:
     """The tasks of an array.
 
     Attributes:
-        indices: each once, sorted.
-        limit: how many may run at once, None for as many as fit.
+        indices: sorted, without duplicates.
+        limit: number of tasks that may run at once; None for no limit.
 
     >>> str(ArraySpec((0, 1, 2, 7), 2)), str(ArraySpec((0, 4, 8)))
     ('0-2,7%2', '0-8:4')
@@ -149,11 +149,11 @@ class ArraySpec:
 
     @property
     def max_index(self) -> int:
-        """The largest index, which a cluster bounds (its MaxArraySize is one more)."""
+        """The largest index; a cluster's MaxArraySize must be greater."""
         return self.indices[-1]
 
     def __str__(self) -> str:
-        """Return it in Slurm's form, always the same for the same tasks."""
+        """Return Slurm's notation; equal for equal tasks."""
         limit = "" if self.limit is None else f"%{self.limit}"
         first, last = self.indices[0], self.indices[-1]
         step = self.indices[1] - first if len(self.indices) >= _PROGRESSION else 1
@@ -169,10 +169,10 @@ class ArraySpec:
 
 
 def parse_array(value: object) -> ArraySpec:
-    """Return the tasks of `0-9%2`, `1,3,7`, `0-31:4`, of a mixture, a number or a list of numbers.
+    """Return the tasks in `0-9%2`, `1,3,7`, `0-31:4`, a combination, a number or a list of numbers.
 
     Raises:
-        ValueError: it is in none of these forms, an index is too large, or there are too many.
+        ValueError: the form is unknown, an index is too large, or there are too many tasks.
 
     >>> parse_array("0-31:8,3%2")
     ArraySpec(indices=(0, 3, 8, 16, 24), limit=2)
@@ -193,8 +193,7 @@ def parse_array(value: object) -> ArraySpec:
     if percent and (not _NUMBER.fullmatch(limit) or int(limit) < 1):
         raise ValueError("must have a number above zero behind the %: how many tasks run at once")
     indices: set[int] = set()
-    # Lengths are checked before a range is expanded: `0-4000000` must fail at once, not after it
-    # has filled the memory.
+    # Check lengths before expanding a range: `0-4000000` must fail before it fills the memory.
     for span in [_span(part.strip()) for part in body.split(",")]:
         if span[-1] > _MAX_INDEX:
             raise ValueError(f"must have indices up to {_MAX_INDEX}, which is the most Slurm takes")
@@ -209,11 +208,11 @@ def parse_array(value: object) -> ArraySpec:
 
 
 def row_covers_task(shown_id: str, job_id: str) -> bool:
-    """Return whether the id of one of Slurm's rows covers a task of an array.
+    """Return whether the id in one of Slurm's rows includes a task of an array.
 
-    `25_[2,4-9:2%3]` covers 25_6. Slurm cuts long lists short, as `25_[2,4,...%3]` (accounting),
-    as `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or as plain `25`: such an id covers every
-    task that may have been cut off.
+    `25_[2,4-9:2%3]` includes 25_6. Slurm truncates long lists: `25_[2,4,...%3]` (accounting),
+    `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or only `25`. Such an id includes every task
+    that may have been truncated.
 
     >>> row_covers_task("25_[2,4-9:2%3]", "25_6"), row_covers_task("25_[2,4-9:2%3]", "25_5")
     (True, False)
@@ -226,19 +225,19 @@ def row_covers_task(shown_id: str, job_id: str) -> bool:
         return True
     if not tasks.startswith("["):
         return False
-    # A long list is cut at its end, and indices are in ascending order. So a task beyond the last
-    # index that is shown may be in the row, one before it cannot.
+    # Long lists are ascending and truncated at the end, so a task above the last shown index may be
+    # in the row, but not a smaller one that is missing.
     named, last_before_cut = _named(tasks)
     return int(task) in named or (last_before_cut is not None and int(task) > last_before_cut)
 
 
 @functools.lru_cache(maxsize=64)
 def _named(tasks: str) -> tuple[frozenset[int], int | None]:
-    """Return the tasks in `[…]`, and the last one before a cut; None if nothing was cut."""
+    """Return the tasks in `[…]` and, if the list is truncated, the last one, else None."""
     parts = tasks.removeprefix("[").partition("%")[0].removesuffix("]").split(",")
     cut = not tasks.endswith("]")
     if cut:
-        parts.pop()  # its last number may have been cut in two
+        parts.pop()  # the last number may be truncated
     indices: set[int] = set()
     for part in parts:
         try:
@@ -251,7 +250,7 @@ def _named(tasks: str) -> tuple[frozenset[int], int | None]:
 
 
 def _written(value: int | str) -> str:
-    """Return a number as the job file spells it: YAML reads 1_3 as 13, which nobody means here."""
+    """Return a number as the job file spells it: YAML would read 1_3 as 13."""
     return str(getattr(value, "written", value))
 
 

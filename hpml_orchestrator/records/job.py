@@ -1,8 +1,7 @@
-"""What a job is: the one definition, which job files, records, scripts and nodes share.
+"""The definition of a job, shared by job files, records, scripts and nodes.
 
-The docstring below a field is its description in the JSON Schema and in the reference. `to_json`
-and `from_json` write and read any of these classes, on nodes, too; `jobfile` checks what people
-wrote.
+The docstring below a field is its description in the JSON Schema and the reference. `to_json` and
+`from_json` write and read all of these classes, also on nodes; `jobfile` validates job files.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.units import Make
 
 Json = dict[str, Any]
-"""Fields as they are in a job file or a record."""
+"""Fields as in a job file or record."""
 
 
 class _Field(NamedTuple):
     name: str
     read: Make
     write: Make
-    default: object  # `dataclasses.MISSING` if it must be given
+    default: object  # `dataclasses.MISSING` if required
 
 
 class JobPart:
-    """A part of a job: what is written and read alike."""
+    """Base class of a job and its parts: writes and reads their fields."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - pydantic reads it from the class
 
@@ -80,13 +79,13 @@ class JobPart:
         return _FIELDS[cls]
 
     def to_json(self, *, defaults: bool = True) -> Json:
-        """Return the fields as a job file and a record have them, units as text.
+        """Return the fields as in job files and records, with units as text.
 
         Args:
-            defaults: whether to include fields that have their default.
+            defaults: whether to include fields with their default.
 
         Raises:
-            ValueError: a value is not of its field's type; names the field.
+            ValueError: a value has the wrong type; the message names the field.
         """
         written = {}
         for one in self._fields():
@@ -101,12 +100,12 @@ class JobPart:
         return written
 
     def written(self, name: str) -> Any:
-        """Return the value of a field as a job file has it."""
+        """Return the value of a field as in a job file."""
         return next(one.write(getattr(self, name)) for one in self._fields() if one.name == name)
 
     @classmethod
     def written_defaults(cls) -> Json:
-        """Return the defaults as a job file has them, without fields that must be given."""
+        """Return the defaults as in a job file, without required fields."""
         return {
             one.name: one.write(one.default)
             for one in cls._fields()
@@ -115,13 +114,12 @@ class JobPart:
 
     @classmethod
     def from_json(cls, given: Mapping[str, object]) -> Self:
-        """Return a part of its fields as `to_json` wrote them, now or in another version.
+        """Return the object from the output of `to_json`, also of another version.
 
-        A field that is missing has its default. What this version does not know is left out
-        (`with_unknown` puts it back).
+        Missing fields get their default; unknown ones are ignored (see `with_unknown`).
 
         Raises:
-            TypeError, ValueError: a value cannot be read; ValueError names its field.
+            TypeError, ValueError: a value is invalid; ValueError names its field.
         """
         if not isinstance(given, dict):
             raise TypeError(f"{given!r} is not a mapping")
@@ -147,7 +145,7 @@ def _briefly(value: object) -> object:
 
 
 def with_unknown(now: Mapping[str, object], before: Mapping[str, object]) -> Json:
-    """Return fields, with those of an earlier record that this version does not know."""
+    """Add the fields of an earlier record that this version does not know."""
     result = {**before, **now}
     for name, value in now.items():
         old = before.get(name)
@@ -167,7 +165,7 @@ def _default(one: dataclasses.Field[Any]) -> object:
 
 
 def _codec(hint: Any) -> tuple[Make, Make]:
-    """Return what reads and what writes a value of a type."""
+    """Return the functions that read and write a value of a type."""
     if isinstance(hint, type) and issubclass(hint, JobPart):
         return hint.from_json, lambda value: _typed(hint, value).to_json()
     origin, parts = get_origin(hint), get_args(hint)
@@ -197,7 +195,7 @@ def _codec(hint: Any) -> tuple[Make, Make]:
             lambda value: {name: read(one) for name, one in _typed(dict, value).items()},
             lambda value: dict(_typed(dict, value)),
         )
-    # a newer version may know more words than a Literal has
+    # a newer version may have added words to a Literal
     right = functools.partial(_typed, str if origin is Literal else hint)
     return right, right
 
@@ -215,15 +213,15 @@ Verify = Literal["strict", "warn", "off"]
 MailEvent = Literal["begin", "end", "fail", "requeue", "time_limit_80", "time_limit_90"]
 Reason = Literal["time_limit", "preemption", "node_failure", "hang"]
 REASONS: tuple[Reason, ...] = ("time_limit", "preemption", "node_failure", "hang")
-"""Ends after which a run can continue by itself."""
+"""Ends after which a run can continue automatically."""
 
 Signal = Literal["USR1", "USR2", "HUP", "INT", "TERM"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-"""Signals that a program can take as a request to save and stop."""
+"""Signals that can ask a program to save and stop."""
 
 NO_GPUS = Gpus(())
 PER_RUN = ("run.id", "array.index")
-"""Placeholders of a directory of checkpoints."""
+"""Placeholders in the directory of checkpoints."""
 
 _UNSTOPPABLE = frozenset({"KILL", "STOP"})
 _ONE_RUN = {"anyOf": [*reversed(INTEGER_OR_TEXT["anyOf"]), {"type": "null"}]}
@@ -320,7 +318,7 @@ def _checkpoint_directory(value: str) -> str:
     if re.search(r"[\x00-\x1f\x7f$*?]", inside):
         raise ValueError("must not hold $, *, ? or control characters: they stay as written")
     if value.startswith("~"):
-        # before it is normalized: ~/../group is not below the run's directory
+        # checked before normalizing: ~/../group is not below the run's directory
         inside = os.path.expanduser(value)
     path = os.path.normpath(inside or ".")
     if path == "." or path.split("/")[0] == "..":
@@ -333,7 +331,7 @@ def _checkpoint_directory(value: str) -> str:
 
 
 def _time_or(word: str, number: int | None) -> Unit:
-    """Return the unit of a time, or of a word that is recorded as that number."""
+    """Return the unit of a time that may also be a word, which is recorded as a number."""
 
     def parse(value: object) -> int | None:
         if isinstance(value, str) and value.strip().lower() == word:
@@ -391,7 +389,7 @@ class Mail(JobPart):
 
 @dataclass(frozen=True)
 class Resources(JobPart):
-    """What the job asks of the cluster."""
+    """Resources that the job requests."""
 
     nodes: Annotated[int, Between(1, 100_000)] = 1
     """Number of nodes."""
@@ -408,7 +406,7 @@ class Resources(JobPart):
     """Memory per node, such as `64G`; data staged into RAM is added to it. `all` is all memory of
     each node."""
     memory_per_cpu: Optional[text.Memory] = None
-    """Memory per CPU, such as `4G`, where a cluster wants it; instead of `memory`."""
+    """Memory per CPU, such as `4G`, for clusters that require it; instead of `memory`."""
     time: text.Seconds = 3600
     """Time limit: `2h`, `1d12h`, or minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     partition: Optional[text.PlainWord] = None
@@ -420,15 +418,15 @@ class Resources(JobPart):
     constraint: Optional[text.Constraint] = None
     """Required node features, as sbatch takes them: `a100&nvlink`."""
     exclusive: Flag = False
-    """Whether to ask for whole nodes."""
+    """Whether to request whole nodes."""
     mail: Optional[Mail] = None
     """Mail about the job."""
     extra: text.MoreOptions = ()
-    """More sbatch options, such as `--reservation=course`."""
+    """Other sbatch options, such as `--reservation=course`."""
 
     @property
     def gpu_count(self) -> int:
-        """GPUs per node."""
+        """Number of GPUs per node."""
         return self.gpus.count
 
     @property
@@ -443,12 +441,12 @@ class Resources(JobPart):
 
     @property
     def node_memory(self) -> int:
-        """MiB of memory per node; 0 if none is named, or all of it."""
+        """MiB of memory per node; 0 if not set or all."""
         return self.memory_per_cpu * self.cores if self.memory_per_cpu else self.memory or 0
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks
 
 
@@ -457,7 +455,7 @@ class Container(JobPart):
     """A container that the ranks run in."""
 
     engine: Literal["apptainer", "pyxis", "enroot"]
-    """What starts the container; `pyxis` is enroot's plugin for srun, `enroot` needs no plugin."""
+    """Container runtime; `pyxis` is enroot's plugin for srun, `enroot` needs no plugin."""
     image: Annotated[text.PathText, Checked(no_dash)]
     """Image file, a reference such as `docker://python:3.12` (apptainer) or
     `nvcr.io#nvidia/pytorch:26.09-py3` (pyxis), or a container's name (enroot)."""
@@ -467,7 +465,7 @@ class Container(JobPart):
 
 @dataclass(frozen=True)
 class Environment(JobPart):
-    """What the ranks' processes find."""
+    """The environment of the ranks."""
 
     modules: Annotated[tuple[text.ModuleName, ...], Entries()] = ()
     """Environment modules to load, in order."""
@@ -479,56 +477,56 @@ class Environment(JobPart):
     """Shell lines to run after modules, venv and conda, before the ranks; the job ends if one of
     them fails."""
     python: Annotated[text.PathText, Checked(no_dash)] = "python"
-    """Interpreter, looked up after activation."""
+    """Python interpreter, looked up after activation."""
     variables: Annotated[dict[text.VariableName, text.Argument], Entries()] = field(
         default_factory=dict
     )
-    """Environment variables, with placeholders as in `args`; a leading `~/` is your home, and all
-    else is taken literally."""
+    """Environment variables, with placeholders as in `args`; a leading `~/` is your home, other
+    text is literal."""
     inherit: Literal["all", "minimal"] = "all"
-    """What the job inherits from the environment of `hpml submit`: `all` except the variables of
-    schedulers and launchers, or only what every login has."""
+    """What the job inherits from the environment of `hpml submit`: `all` except variables of
+    schedulers and launchers, or only the variables of a fresh login."""
     container: Optional[Container] = None
     """Container that the ranks run in."""
 
 
 @dataclass(frozen=True)
 class Stage(JobPart):
-    """Data that is brought to every node before the ranks start."""
+    """Data to copy to every node before the ranks start."""
 
     name: text.StageName
-    """Its name: `{stage.NAME}` in arguments is its directory on the node."""
+    """Name; `{stage.NAME}` in arguments is its directory on the node."""
     source: text.PathText
-    """File, directory or archive to bring."""
+    """File, directory or archive to copy."""
     kind: Literal["auto", "file", "tree", "tar", "zip", "pack"] = "auto"
-    """What the source is; archives (`tar`, `zip`) and directories of tar shards (`pack`) are
+    """Type of the source; archives (`tar`, `zip`) and directories of tar shards (`pack`) are
     unpacked, others are copied as they are. `auto` looks at the source, and unpacks shards only if
     `hpml pack` wrote them."""
     target: Annotated[text.PathText, Checked(_stage_target)] = "local"
-    """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
-    disk), or a directory's path."""
+    """Destination: `shm` (RAM), `local` (the node's disk), `auto` (RAM if large enough, else disk),
+    or the path of a directory."""
     size: Optional[text.Memory] = None
-    """Its size once staged, such as `40G`; default: measured."""
+    """Size of the staged data, such as `40G`; default: measured."""
     keep: Flag = False
-    """Whether it stays on the node for later jobs, which then copy nothing; removed when the room
-    is needed."""
+    """Whether to keep it on the node for later jobs, which then need no copy; removed when space is
+    needed."""
     trust_mtime: Flag = False
-    """Whether kept data is found again without a look at each file: if the source's own
-    modification time has not changed."""
+    """Whether to reuse kept data without checking each file if the source's own modification time
+    has not changed."""
     distribution: Literal["auto", "shared", "chain"] = "auto"
     """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
-    on), or `auto` (whichever takes less time)."""
+    on), or `auto` (the faster one)."""
     outside_links: Flag = False
-    """Whether to keep symbolic links that lead out of the source; else an error."""
+    """Whether to keep symbolic links that point outside the source; otherwise they are an error."""
     follow_links: Flag = False
-    """Whether to copy what the symbolic links of a directory lead to, in their place."""
+    """Whether to copy the targets of symbolic links in a directory instead of the links."""
     hash: Flag = True
     """Whether to hash contents while copying, to detect damage."""
 
 
 @dataclass(frozen=True)
 class Collect(JobPart):
-    """Results that are brought from the nodes to the shared file system when the job ends."""
+    """Results to copy from the nodes to the shared file system when the job ends."""
 
     source: Annotated[text.PathText, Checked(_collected)]
     """File or directory on the nodes; `{local.dir}` is the job's own directory on their disk,
@@ -538,31 +536,31 @@ class Collect(JobPart):
 
     @property
     def name(self) -> str:
-        """What it is called in its target."""
+        """Its name in the target."""
         return posixpath.basename(self.source).strip("{}")
 
 
 @dataclass(frozen=True)
 class Binding(JobPart):
-    """Cores and memory of each rank on its node, and their check."""
+    """Binding of each rank to cores and memory, and its verification."""
 
     policy: Policy = "gpu-local"
-    """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: those of one socket or NUMA
-    domain; without GPUs one rank per socket or domain. `spread`: equal parts of all cores. `none`:
-    nothing is bound; where each rank ran is recorded."""
+    """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: cores of one socket or NUMA
+    domain only; without GPUs one rank per socket or domain. `spread`: equal parts of all cores.
+    `none`: nothing is bound, but where each rank ran is recorded."""
     verify: Verify = "warn"
     """If a rank does not run as planned: `strict` fails the job, `warn` prints a warning, `off`
     does not check."""
     loader_workers: Annotated[int, Between(0, 1000)] = 0
-    """Data loader processes per rank: each is left one of its cores."""
+    """Data loader processes per rank; each gets one of its cores."""
     hardware_threads: Flag = True
-    """Whether ranks get all hardware threads of their cores, or only the first; only the first if
-    sbatch gets `--hint=nomultithread` or `--threads-per-core=1`."""
+    """Whether ranks get all hardware threads of their cores or only the first; always the first
+    with `--hint=nomultithread` or `--threads-per-core=1`."""
 
 
 @dataclass(frozen=True)
 class Monitor(JobPart):
-    """The exporter that each node's agent runs for this job alone."""
+    """The exporter that each node's agent runs for this job."""
 
     enabled: Flag = False
     """Whether the job is monitored; a mapping in a job file implies `true`."""
@@ -575,13 +573,13 @@ class Monitor(JobPart):
     """Directory for Prometheus' file_sd_configs, on the shared file system; default: targets/
     in the records' directory."""
     interval: Annotated[int, Between(1, 60)] = 1
-    """Seconds between readings of the GPUs; processes are read every fifth time, the node's disks
+    """Seconds between samples of the GPUs; processes are sampled every fifth time, the node's disks
     and networks every tenth."""
 
 
 @dataclass(frozen=True)
 class Checkpoint(JobPart):
-    """How a run saves its state before it is stopped, and when it continues from there."""
+    """How a run saves its state before it is stopped, and when it continues."""
 
     enabled: Flag = False
     """Whether the run saves and continues; a mapping in a job file implies `true`."""
@@ -594,28 +592,28 @@ class Checkpoint(JobPart):
     plain number is minutes. `auto`: the longest save and step so far and 15 s more; 5 minutes in
     the first attempt; at most a quarter of the limit."""
     requeue: Annotated[tuple[Reason, ...], Prepared(_reasons)] = REASONS
-    """Ends after which the run continues by itself; with `[]` it saves and ends there."""
+    """Ends after which the run continues automatically; with `[]` it saves and ends."""
     attempts: Annotated[int, Between(1, 10_000)] = 20
-    """Maximum attempts of the run, the first included. It also ends after three attempts in a row
-    without progress."""
+    """Maximum number of attempts, including the first. The run also ends after three attempts in a
+    row without progress."""
     hang: Annotated[int, _time_or("off", 0)] = 1800
     """How long the ranks of a node may send nothing, once they have trained a step, before the
     attempt counts as hung and is ended: a time such as `45m`, a plain number is minutes; `off`
     for no limit."""
     avoid_failed_nodes: Flag = True
-    """Whether the next attempt leaves out nodes that failed or hung."""
+    """Whether to exclude nodes that failed or hung from the next attempt."""
     signal: Annotated[Optional[Signal], Prepared(_signal, accepts=_SIGNAL_FORMS)] = None
     """Signal that asks ranks to save and stop, such as `USR1`, for programs that do not use
     hpml_channel.py: `USR1`, `USR2`, `HUP`, `INT` or `TERM`, with or without SIG."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other runs may use the same directory: its path is absolute."""
+        """Whether other runs may use the same directory because its path is absolute."""
         return os.path.isabs(self.directory)
 
     @property
     def is_per_run(self) -> bool:
-        """Whether each run, and each task of an array, has its own directory."""
+        """Whether each run and each array task has its own directory."""
         return not self.is_shared or any(f"{{{name}}}" in self.directory for name in PER_RUN)
 
 
@@ -641,7 +639,7 @@ class Job(JobPart):
     `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,
     `{array.index}` the task's index, `{checkpoint.dir}` the directory of `checkpoint`,
     `{local.dir}` and `{shm.dir}` an empty directory of the job on each node's disk and in its RAM,
-    a leading `~/` is your home; all else is taken literally."""
+    a leading `~/` is your home; other text is literal."""
     array: Optional[Annotated[ArraySpec, Unit(parse_array, str, _INDICES)]] = None
     """Run one task per index: `0-9`, `1,3,7` or `0-31:4`; `%2` at the end runs at most two at
     once."""
@@ -656,37 +654,37 @@ class Job(JobPart):
     """Whether to run a copy of the workdir's git repository, with uncommitted changes, taken at
     submission."""
     resources: Resources = Resources()
-    """What to ask of the cluster."""
+    """Resources to request."""
     environment: Environment = Environment()
     """Software, variables and container of the ranks."""
     stage: Annotated[tuple[Stage, ...], Entries(64)] = ()
-    """Data to bring to every node first."""
+    """Data to copy to every node first."""
     collect: Annotated[tuple[Collect, ...], Entries(64)] = ()
-    """Results to bring back from every node at the end, the most important first."""
+    """Results to copy back from every node at the end, most important first."""
     binding: Annotated[Binding, _short("binding", enum=[*get_args(Policy)])] = Binding()
     """Which cores and memory each rank gets: a policy, or a mapping."""
     monitor: Annotated[Monitor, _short("monitor", type="boolean")] = Monitor()
-    """Whether the nodes export metrics of this job and its record sums them up: `true`, `false`, or
-    a mapping."""
+    """Whether to export metrics of this job and summarize them in its record: `true`, `false`, or a
+    mapping."""
     checkpoint: Annotated[Checkpoint, _short("checkpoint", type="boolean")] = Checkpoint()
-    """Whether the run saves before its time limit, at preemption and at a hang, and continues from
-    there: `true`, `false`, or a mapping."""
+    """Whether the run saves its state before the time limit, at preemption and at a hang, and then
+    continues: `true`, `false`, or a mapping."""
 
     @property
     def tasks_per_node(self) -> int:
-        """Tasks that Slurm starts on a node: torchrun starts the ranks of one itself."""
-        # mpirun takes the number of tasks on a node as the number of slots there.
+        """Tasks that Slurm starts per node; 1 for torchrun, which starts the ranks itself."""
+        # mpirun uses the number of tasks per node as the number of slots.
         return 1 if self.launcher == "torchrun" else self.resources.ranks
 
     @property
     def memory_mib(self) -> int:
-        """Memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
+        """MiB of memory to request per node: for the job and for data staged into RAM."""
         sizes = [stage.size for stage in self.stage if stage.target == "shm"]
         return self.resources.node_memory + sum(size or 0 for size in sizes)
 
     @property
     def has_submitit(self) -> bool:
-        """Whether it runs a Python function that submitit submitted."""
+        """Whether it runs a Python function submitted with submitit."""
         return "SUBMITIT_EXECUTOR" in self.environment.variables
 
 
@@ -694,40 +692,40 @@ JOB_FIELDS = tuple(one.name for one in dataclasses.fields(Job))
 """The names of the fields of a job file."""
 
 
-# `agent.json`, next to a batch script: the job, and what its nodes need of the site profile.
+# `agent.json`, next to a batch script: the job, and the part of the site profile that nodes need.
 #
-# Equal jobs have equal files: nothing in it belongs to one submission.
+# It contains nothing about a single submission, so equal jobs have equal files.
 
 AGENT_FILE = "agent.json"
 
 
 @dataclass(frozen=True)
 class SiteLimits(JobPart):
-    """Limits of the site's file system, network and scheduler; a number is 0 if unknown."""
+    """Limits of the site's file system, network and scheduler; unknown numbers are 0."""
 
     opens_per_second: int = 0
-    """Most files that one node may open per second."""
+    """Maximum number of files that one node may open per second."""
     opens_per_second_per_job: int = 0
-    """Most that all nodes of the job may, together."""
+    """Maximum for all nodes of the job together."""
     metadata_rate: int = 0
-    """Files per second that the file system opens for all nodes."""
+    """Files per second that the file system can open in total."""
     shared_rate: int = 0
-    """Bytes/s that it reads for all nodes."""
+    """Bytes/s that the file system can read in total."""
     link_rate: int = 0
     """Bytes/s between two nodes."""
     disk_rate: int = 0
     """Bytes/s that a node's disk writes."""
     array_jitter: int = 0
-    """Most seconds over which the tasks of an array spread their start."""
+    """Maximum number of seconds over which array tasks spread their start."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces between nodes, the best first."""
+    """Network interfaces between nodes, best first."""
     can_requeue: bool = True
-    """Whether a job's owner may requeue it."""
+    """Whether the owner of a job may requeue it."""
 
 
 @dataclass(frozen=True)
 class NodeJob(JobPart):
-    """What all nodes of a job read."""
+    """The contents of `agent.json`, for all nodes of a job."""
 
     job: Job
     site: SiteLimits = SiteLimits()
@@ -745,7 +743,7 @@ class NodeJob(JobPart):
         """
         path = submission / AGENT_FILE
         try:
-            # Paths are bytes: decoded as this node encodes them, whatever its locale.
+            # Paths are bytes: decode them with the file system encoding of this node.
             return cls.from_json(json.loads(os.fsdecode(path.read_bytes())))
         except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = getattr(error, "strerror", None) or error

@@ -1,4 +1,4 @@
-"""The mounts of a process, by mountinfo of procfs (proc_pid_mountinfo(5))."""
+"""The mounts of a process, read from mountinfo (proc_pid_mountinfo(5))."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ SHARED_TYPES = frozenset(
     "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
     "virtiofs wekafs".split()
 )
-"""File systems that nodes share: nothing is staged to them."""
+"""Shared file systems; data are never staged to them."""
 
 _UNKNOWN_TYPES = frozenset({"", "autofs"})
 
 _PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - where no job may write
 _EXPORTS = ("/var/lib/nfs/etab", "/etc/exports")
-_FIELDS = 6  # at least, before the separator
+_FIELDS = 6  # minimum before the separator
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo.
+    """One line of mountinfo.
 
     Attributes:
         device: major and minor number.
-        root: the directory of the device that is mounted.
+        root: the mounted directory of the device.
         point: mount point.
         kind: type of the file system.
         options: of the file system.
-        here: options of this mount; a file system that the kernel made read-only after an error is
-            `ro`, and its mounts stay `rw`.
+        here: options of this mount; if the kernel makes a file system read-only after an error, its
+            `options` change to `ro`, but the mounts stay `rw`.
     """
 
     device: str
@@ -43,7 +43,7 @@ class Mount(NamedTuple):
 
 
 def read_mounts(path: str) -> list[Mount]:
-    """Return the mounts in a mountinfo file in order; none if it cannot be read."""
+    """Return the mounts in a mountinfo file in order; empty if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return parse_mounts(os.fsdecode(stream.read()))
@@ -52,9 +52,9 @@ def read_mounts(path: str) -> list[Mount]:
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """Return the mounts of a mountinfo text in order; torn lines are left out.
+    """Return the mounts in a mountinfo text in order; skip incomplete lines.
 
-    The kernel escapes newlines in paths but nothing else that `splitlines` would split at.
+    The kernel escapes newlines in paths, but no other line separator of `splitlines`.
     """
     mounts = []
     for line in text.split("\n"):
@@ -70,7 +70,7 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def plain_path(path: str) -> str:
-    r"""Return a path of mountinfo or mountstats without its octal escapes.
+    r"""Decode the octal escapes in a path of mountinfo or mountstats.
 
     >>> plain_path(r"/data\040sets")
     '/data sets'
@@ -79,7 +79,7 @@ def plain_path(path: str) -> str:
 
 
 def is_served_type(kind: str) -> bool:
-    """Return whether the data of such a file system come from outside of the node.
+    """Return whether a file system of this type has its data outside the node.
 
     >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
     (True, True, False)
@@ -88,7 +88,7 @@ def is_served_type(kind: str) -> bool:
 
 
 def is_own_type(kind: str) -> bool:
-    """Return whether such a file system is the node's own storage, read by its kernel.
+    """Return whether a file system of this type is the node's own storage.
 
     >>> is_own_type("xfs"), is_own_type("tmpfs"), is_own_type("fuseblk"), is_own_type("9p")
     (True, True, False, False)
@@ -97,17 +97,17 @@ def is_own_type(kind: str) -> bool:
 
 
 def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
-    """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
+    """Return a path's file system type as in mountinfo ("tmpfs", "nfs4"); empty if unknown.
 
-    By device number, and by the longest mount point where the number is not listed (btrfs).
+    Find the mount by device number, or by the longest mount point if that is missing (btrfs).
     """
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(path).rstrip("/") + "/"
     best, longest = "", -1
     for mount in read_mounts(f"{proc_root}/self/mountinfo"):
-        # btrfs gives files of a subvolume another device number than mountinfo has. The mount point
-        # that is longest, and of equal ones the last, is then the one that the path is on.
+        # On btrfs, files of a subvolume have a device number that mountinfo does not contain. Use
+        # the longest mount point, and of equal ones the last.
         if mount.device == wanted:
             return mount.kind
         point = mount.point.rstrip("/") + "/"
@@ -117,16 +117,16 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
 
 
 def private_directory(path: str) -> str:
-    """Return which of each machine's own directories, such as /tmp, has a path; empty for none."""
+    """Return the machine's own directory, such as /tmp, that contains a path; empty if none."""
     real = os.path.realpath(path)
     return next((top for top in _PRIVATE if f"{real}/".startswith(f"{top}/")), "")
 
 
 def own_file_system(path: str) -> str:
-    """Return the type of the file system of this machine alone that a path is or will be on.
+    """Return the type of this machine's own file system that a path is or will be on.
 
-    Empty if other machines may see it: that of a file server, one that this machine exports by
-    NFS, and one of an unknown type.
+    Empty if other machines may see it: a file server, an NFS export of this machine, or an unknown
+    type.
     """
     real = os.path.realpath(path)
     for table in _EXPORTS:

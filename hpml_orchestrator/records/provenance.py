@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 # Run git on the code of a job.
 
-# Filters run as usual: without that of Git LFS, its files would count as changed.
-# Without the last setting, `git diff` rewrites the index if only times of files differ.
+# Filters stay enabled: without the filter of Git LFS, its files would appear changed.
+# Without the last setting, `git diff` rewrites the index if only modification times differ.
 _QUIET = ("core.hooksPath=/dev/null", "core.fsmonitor=", "diff.autoRefreshIndex=false")
-# Inside a git hook, the other GIT_ variables point to another repository than the job's.
+# In a git hook, the other GIT_ variables point to a different repository.
 _KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 
 
 def run_git(
     directory: str, *arguments: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a directory; it changes nothing there, runs no hooks and does not prompt.
+    """Run git in a directory without changing it, running hooks or prompting.
 
     Raises:
         OSError: git cannot be started.
@@ -64,17 +64,17 @@ def collect(
     environment: Mapping[str, str],
     own: Sequence[Path] = (),
 ) -> tuple[ProvenanceRecord, bytes]:
-    """Return the provenance of a submission and the diff of the uncommitted changes.
+    """Return the provenance of a submission and a diff of uncommitted changes.
 
     Args:
-        directory: of the job's code; its git repository is described.
+        directory: of the job's code, perhaps in a git repository.
         argv: the command line of hpml.
-        environment: variables with the user's name.
-        own: directories that hpml writes to; untracked files there do not count as changes.
+        environment: variables, for the user's name.
+        own: directories of hpml; untracked files there do not count as changes.
 
     Returns:
-        A mapping for the record, and the diff (`git diff HEAD --binary`) as bytes: empty when the
-        tree is clean or not a git checkout, or the diff is over 4 MiB (`git.diff` notes that).
+        The record, and the diff (`git diff HEAD --binary`) as bytes: empty if the tree is clean or
+        not a git checkout, or if the diff exceeds 4 MiB (see `git.diff`).
     """
     git, diff = _git(directory, own)
     record: ProvenanceRecord = {
@@ -94,7 +94,7 @@ def collect(
 def _working_directory() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was removed while this process is in it
+    except FileNotFoundError:  # the current directory was removed
         return ""
 
 
@@ -104,7 +104,7 @@ def _git(directory: str, own: Sequence[Path]) -> tuple[GitRecord | None, bytes]:
         return None, b""
     commit, *top, branch = place.decode(errors="replace").rstrip("\n").split("\n")
     status = _git_output(directory, "status", "--porcelain", "--untracked-files=normal")
-    # With the user's colours or diff program, the output could not be applied as a patch.
+    # With the user's colours or diff program, the output would not be a valid patch.
     diff = _git_output(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
     root, own = Path("\n".join(top)), [Path(os.path.realpath(path)) for path in own]
     lines = [

@@ -1,4 +1,4 @@
-"""A recorded run and its attempts: readers of everything that they wrote."""
+"""Runs and their attempts: read their records, and decide how a run proceeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpml_orchestrator.records.files import (
     read_text,
     write_json,
 )
-from hpml_orchestrator.records.process import Owner, this_owner
+from hpml_orchestrator.records.owner import Owner, this_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
         StopRecord,
     )
 
-# Decides which process may call sbatch next, without a lock that a dead process could leave.
+# Start markers: which process may call sbatch next, without a lock that a dead process could keep.
 #
-# Calls are numbered. The first is the file `NAME.started`, the next `NAME.started.2` and so on.
-# Each is created exclusively, so only one of many processes gets a number. A process that found no
-# job after n calls may only make call n + 1: of two that searched at the same time, the slower one
-# finds its number taken and has to search again. A call is never withdrawn; if its process dies, it
-# stays as a call without a job.
+# Calls are numbered: the first is the file `NAME.started`, the next `NAME.started.2`, and so on.
+# Files are created exclusively, so only one process gets a number. A process that found no job
+# after n calls may only make call n + 1: if two search at the same time, the slower one finds its
+# number taken and must search again. Markers are never removed; if a process dies, its marker
+# remains as a call without a job.
 
 
 @dataclass(frozen=True)
 class Start:
-    """One process that was about to call sbatch.
+    """The start marker of one call of sbatch.
 
     Attributes:
         number: counted from 1.
         time: seconds since the epoch.
-        owner: the process; None if its record cannot be understood.
+        owner: the calling process; None if its record is invalid.
     """
 
     number: int
@@ -71,9 +71,9 @@ def mark_start(first: Path, number: int, *, now: float, key: str) -> bool:
 
     Args:
         first: path of the first start's record.
-        number: of this start.
+        number: of this call.
         now: seconds since the epoch.
-        key: what the job is for, for the record.
+        key: purpose of the job, for the record.
 
     Returns:
         False if another process has made that start: sbatch must not be called.
@@ -81,8 +81,8 @@ def mark_start(first: Path, number: int, *, now: float, key: str) -> bool:
     Raises:
         RecordError: the directory cannot be written.
     """
-    # Durable before sbatch runs: after a crash of this machine, the mark is what tells the next
-    # process that a job may exist.
+    # Durable before sbatch runs: after a crash of this machine, only the marker shows that a job
+    # may exist.
     return create_json(_path(first, number), {"time": now, **asdict(this_owner(key))})
 
 
@@ -95,7 +95,7 @@ def newest_start(first: Path) -> Start | None:
     Raises:
         RecordError: the directory cannot be read.
     """
-    # List the directory instead of probing names: NFS caches for a while that a file is missing.
+    # List the directory instead of probing names: NFS caches missing names for a while.
     try:
         names = os.listdir(first.parent)
     except FileNotFoundError:
@@ -121,15 +121,15 @@ def _path(first: Path, number: int) -> Path:
 
 
 PRUNED = "pruned"
-"""Reason of a search to stop a trial that it gives up; no run continues after it."""
+"""Reason for stopping a trial that a search prunes; the run does not continue."""
 
 _OUTPUT_BYTES = 1024**2
 SOFTWARE = "software.json"
-"""The software of an attempt's ranks: packages, modules and the GPU driver."""
+"""File with the software of an attempt's ranks: packages, modules and GPU driver."""
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user; without one the number."""
+    """Return the name of a user, or the number if there is no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -137,7 +137,7 @@ def user_name(uid: int) -> str:
 
 
 def owner_name(path: Path) -> str:
-    """Return the name of the user that a file belongs to."""
+    """Return the name of the owner of a file."""
     try:
         return user_name(path.stat().st_uid)
     except OSError:
@@ -168,18 +168,18 @@ def _mappings(path: Path) -> Iterator[Any]:
 
 
 def task_output(submission: Path, index: int | str) -> Path:
-    """Return the file that the scheduler writes the output of an array's task to.
+    """Return the output file of an array task.
 
     Args:
         submission: the submission's directory.
-        index: the task's index, or a placeholder of Slurm.
+        index: the task's index, or Slurm's placeholder for it.
     """
     return submission / "output" / f"{index}.log"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run; a requeue makes the next."""
+    """One start of a run; a requeue or continuation starts the next one."""
 
     directory: Path
 
@@ -190,12 +190,12 @@ class Attempt:
 
     @property
     def job_id(self) -> str:
-        """The id that the job wrote when it started; empty if it never started."""
+        """The id of the job, recorded when it started; empty before."""
         return self._claimed("job_id")
 
     @property
     def submitted_id(self) -> str:
-        """The id that sbatch printed: that of the array if the job is a task of one."""
+        """The id that sbatch printed; for a task of an array, the id of the array."""
         return self._claimed("array_job_id") or self.job_id
 
     def _claimed(self, name: str) -> str:
@@ -206,12 +206,12 @@ class Attempt:
 
     @property
     def ended(self) -> EndRecord | None:
-        """The script's last record: `exit_code`, `reason`, `time`; None before, or if damaged."""
+        """The script's last record: `exit_code`, `reason`, `time`; None if missing or damaged."""
         record: EndRecord | None = self._record("ended.json")
         return record
 
     def _record(self, name: str) -> Any:
-        """Return a record of a job's end; None without one, and if its fields are not right."""
+        """Return a record of a job's end; None if it is missing or invalid."""
         try:
             record = read_json(self.directory / name)
         except (NotFoundError, RecordError):
@@ -220,23 +220,23 @@ class Attempt:
 
     @property
     def restart(self) -> str:
-        """How often Slurm had requeued its job before this start, as the job recorded it."""
+        """Number of times that Slurm had requeued the job before this attempt."""
         return self._claimed("restart")
 
     @property
     def goes_on(self) -> bool:
-        """Whether it ended before the run was done, and the run continues automatically."""
+        """Whether it ended before the run was complete, and the run continues automatically."""
         return self.ended is not None and bool(self.ended.get("goes_on"))
 
     @property
     def next(self) -> NextRecord | None:
-        """The job that follows: `how`, `job_id`, `time`, `exclude`; None if it is not certain."""
+        """The next job: `how`, `job_id`, `time`, `exclude`; None if unknown."""
         record: NextRecord | None = self._record("next.json")
         return record
 
     @property
     def software(self) -> SoftwareRecord | None:
-        """The software of its ranks, from `node/software.py`; None if it is not recorded."""
+        """The software of its ranks, from `node/startup.py`; None if not recorded."""
         with contextlib.suppress(NotFoundError, RecordError):
             record: SoftwareRecord = read_json(self.directory / SOFTWARE)
             return record
@@ -245,25 +245,25 @@ class Attempt:
     def record_next(
         self, how: str, job_id: str, *, exclude: Sequence[str] = (), now: float
     ) -> None:
-        """Record the job that follows: a `requeue` of the same one, or a `continuation`."""
+        """Record the next job: a `requeue` of the same one or a `continuation`."""
         record = {"how": how, "job_id": job_id, "time": now, "exclude": list(exclude)}
         write_json(self.directory / "next.json", record)
 
     def newest_start(self) -> Start | None:
-        """The last recorded call of sbatch for a continuation of it, if any."""
+        """The last recorded call of sbatch for its continuation, if any."""
         return newest_start(self.directory / "next.started")
 
     def mark_start(self, number: int, *, now: float) -> bool:
         """Record that this process is about to call sbatch for a continuation.
 
         Returns:
-            False if another process has made the start of that number.
+            False if another process already has this number.
         """
         return mark_start(self.directory / "next.started", number, now=now, key=self.directory.name)
 
     @property
     def started(self) -> Event | None:
-        """Its script's last event `started`, with the list of nodes; None before."""
+        """The script's last event `started`, with the list of nodes; None if it has not started."""
         started = None
         with contextlib.suppress(NotFoundError, RecordError):
             for event in read(self.directory / "events" / "batch.jsonl"):
@@ -272,21 +272,21 @@ class Attempt:
 
     @property
     def nodes(self) -> str:
-        """The nodes that it ran on, in the scheduler's notation; empty if unknown."""
+        """Its nodes in the scheduler's notation; empty if unknown."""
         started = self.started
         return str(started.data.get("nodes", "")) if started is not None else ""
 
     @property
     def last_written(self) -> float | None:
-        """When its newest event was written, seconds since the epoch; None without any."""
+        """Time of its newest event, seconds since the epoch; None without events."""
         return max(
             (path.stat().st_mtime for path in _files(self.directory / "events", "")), default=None
         )
 
     def output_end(self, path: Path | None = None) -> str:
-        """Return the end of its output, 1 MiB at most, from `path` if given; empty on errors."""
+        """Return the end of its output, at most 1 MiB, from `path` if given; empty on errors."""
         try:
-            # A requeued job appends to the same file: what earlier attempts wrote comes before.
+            # A requeued job appends to the output of earlier attempts.
             began = int(read_json(self.directory / "head.json")["output_bytes"])
             with open(path or Run(self.directory.parents[1]).output, "rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -299,7 +299,7 @@ class Attempt:
         """Check that its records are readable.
 
         Raises:
-            RecordError: they may not, as is usual with the runs of others.
+            RecordError: they are not readable, as is usual for runs of other users.
         """
         try:
             os.listdir(self.directory)
@@ -311,40 +311,40 @@ class Attempt:
             raise _unreadable(f"run {run}, attempt {self.number}", self.directory, error) from error
 
     def events(self) -> Iterator[Event]:
-        """Every event of the attempt: the script's, then each node's, as they were written."""
+        """All its events: the script's, then each node's, in order of writing."""
         return read_all(self.directory / "events")
 
     def milestones(self) -> Iterator[Event]:
-        """The same, with only the first and last counters of each rank per node."""
+        """Its events, with only the first and last `step` of each rank per node."""
         return read_milestones(self.directory / "events")
 
     def stop_requests(self) -> list[StopRecord]:
-        """Every request to stop, with `reason`, `time` and `by`, in order."""
+        """All stop requests in order, with `reason`, `time` and `by`."""
         with contextlib.suppress(NotFoundError, RecordError):
             return [line for line in _mappings(self.directory / "stop") if "reason" in line]
         return []
 
     def stop_request(self) -> StopRecord | None:
-        """The first request to stop, which counts; None without one."""
+        """The first stop request, which is the effective one; None without any."""
         return next(iter(self.stop_requests()), None)
 
     def request_stop(self, reason: str, *, by: str, now: float) -> None:
-        """Ask the ranks to stop; the first request counts.
+        """Ask the ranks to stop; only the first request has an effect.
 
         Args:
             reason: `time_limit`, `preemption`, `hang` or `requested`.
-            by: the node that asks, or who does.
+            by: the node or person that asks.
             now: seconds since the epoch.
         """
         line = json.dumps({"reason": reason, "time": round(now, 6), "by": by})
         append_line(self.directory / "stop", line)
 
     def markers(self, kind: str) -> list[Marker]:
-        """The nodes' own reports, `ready` or `failed`, by node."""
+        """The reports `ready` or `failed` of nodes, by node."""
         return _records(self.directory / "nodes", f".{kind}.json")
 
     def proofs(self) -> list[ProofRecord]:
-        """The agents' proofs of the ranks' binding, by node."""
+        """The agents' proofs of binding, by node."""
         return _records(self.directory / "binding", ".proof.json")
 
     def plans(self) -> dict[str, str]:
@@ -356,7 +356,7 @@ class Attempt:
         return plans
 
     def bindings(self) -> list[BindingRecord]:
-        """Where each rank ran, by rank; the last start of one that started twice."""
+        """The binding of each rank, by rank; for a restarted rank, the last one."""
         ranks: dict[int, BindingRecord] = {}
         for path in _files(self.directory / "binding", ".jsonl"):
             with contextlib.suppress(NotFoundError, RecordError):
@@ -379,9 +379,9 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The file of the script's standard output and error, all attempts in a row.
+        """The file with standard output and error of the script, for all attempts.
 
-        An array's task has it in its submission, and makes a link to it when it starts.
+        For an array task it is in the submission, and the task links to it when it starts.
         """
         path = self.directory / "output.log"
         sid, _, index = self.rid.rpartition(".")
@@ -395,10 +395,10 @@ class Run:
         return record
 
     def has_output(self) -> bool:
-        """Whether it has written any output yet.
+        """Whether it has written output.
 
         Raises:
-            RecordError: its output may not be read, as is usual with the runs of others.
+            RecordError: its output is not readable, as is usual for runs of other users.
         """
         try:
             with self.output.open("rb"):
@@ -409,10 +409,10 @@ class Run:
             raise _unreadable(f"run {self.rid}", self.directory, error) from error
 
     def attempts(self) -> list[Attempt]:
-        """Every attempt so far, in order.
+        """All attempts so far, in order.
 
         Raises:
-            RecordError: its directory may not be read, as is usual with the runs of others.
+            RecordError: its directory is not readable, as is usual for runs of other users.
         """
         try:
             names = os.listdir(self.directory / "attempts")
@@ -427,7 +427,7 @@ class Run:
         """The last attempt; None before the first.
 
         Raises:
-            RecordError: it may not be read.
+            RecordError: it is not readable.
         """
         attempts = self.attempts()
         if not attempts:
@@ -436,30 +436,30 @@ class Run:
         return attempts[-1]
 
 
-# The progress of an attempt: its last checkpoint, the cost of saving, and the nodes to avoid.
+# Continuing a run: the progress of its attempts, time for saving, and nodes to avoid.
 
 NO_STACKS = "no stacks: it wrote none in time"
-"""What the file of a node's stacks says of a rank that does not react."""
+"""Text in a node's file of stacks about a rank that does not react."""
 
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|future|inval|maint|\S*\*", re.IGNORECASE)
-_FIRST_LEAD_SECONDS = 300.0  # before any save was measured
+_FIRST_LEAD_SECONDS = 300.0  # before a save was measured
 _LEAD_MARGIN_SECONDS = 15.0
 _LEAST_LEAD_SECONDS = 10.0
 _LIMIT_PART = 4
 _DEPTH = 3
 _LOOK_SECONDS = 10.0  # limit for directories with many files
-_CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
+_CLOCK_SLACK_SECONDS = 2.0  # allowed difference to the clock of a file server
 
 
 class TrainingProgress(NamedTuple):
-    """The progress that the ranks of an attempt reported; None where they did not."""
+    """The progress reported by an attempt's ranks; None if not reported."""
 
     step: int | None = None  # of the last checkpoint
-    stopping: bool = False  # whether a rank stopped as it was asked
+    stopping: bool = False  # whether a rank stopped on request
     channel: bool = False  # whether any rank reported anything
     slowest_save: float | None = None  # seconds
     slowest_step: float | None = None  # seconds
-    saved_at: float | None = None  # when the last checkpoint was reported, since the epoch
+    saved_at: float | None = None  # time of the last reported checkpoint, since the epoch
 
 
 def progress_of(attempt: Attempt) -> TrainingProgress:
@@ -499,27 +499,27 @@ def lead_seconds(
     save: float | None = None,
     step: float | None = None,
 ) -> float:
-    """Return how long before the time limit ranks are asked to stop.
+    """Return how many seconds before the time limit ranks are asked to stop.
 
     Args:
-        configured: the job file's `lead`; None for automatic: the slowest save, the slowest step
-            (ranks stop between two steps) and a margin.
+        configured: the job file's `lead`; None for automatic: the sum of the slowest save, the
+            slowest step (ranks stop between steps) and a margin.
         limit: the job's time limit in seconds; None if unknown.
-        save: the slowest that ranks of the run have reported so far, in seconds.
-        step: the same of steps.
+        save: slowest save of the run so far, in seconds.
+        step: slowest step of the run so far, in seconds.
     """
     if configured is not None:
         return configured
     lead = _FIRST_LEAD_SECONDS if save is None else save + (step or 0.0) + _LEAD_MARGIN_SECONDS
-    # A job of a few minutes must not stop right after its start.
+    # A short job must not stop right after its start.
     most = math.inf if limit is None else limit / _LIMIT_PART
     return max(_LEAST_LEAD_SECONDS, min(lead, most))
 
 
 def end_margin(lead: float) -> float:
-    """Return how long before the time limit ranks that still live are ended.
+    """Return how many seconds before the time limit the remaining ranks are ended.
 
-    The script needs that time to requeue the job while it still runs.
+    The script needs this time to requeue the job while it is still running.
     """
     return max(5.0, min(30.0, lead / 4))
 
@@ -527,11 +527,11 @@ def end_margin(lead: float) -> float:
 def nodes_to_avoid(
     attempt: Attempt, ask: Callable[[list[str]], str], say: Callable[[str], None]
 ) -> list[str]:
-    """Return the nodes that the next attempt should not get, by name.
+    """Return the names of nodes to exclude from the next attempt.
 
-    Slurm accepts a list of excluded nodes that leaves too few, and the job then waits for ever. So
-    nodes are left out only if the partition has enough others that can start jobs. `ask` returns
-    the output of a command of Slurm's, empty if it fails; `say` prints a notice.
+    Slurm accepts an exclusion that leaves too few nodes, and the job then waits forever. So exclude
+    nodes only if the partition has enough others that can start jobs. `ask` returns the output of a
+    Slurm command (empty if it fails); `say` prints a notice.
     """
     suspects = _suspects(attempt)
     if not suspects:
@@ -541,7 +541,7 @@ def nodes_to_avoid(
     listed = ask(["sinfo", "--noheader", "--Node", *where, "--format=%N %T"])
     pairs = (line.partition(" ") for line in listed.splitlines())
     usable = {name for name, _, state in pairs if not _UNUSABLE.match(state.strip())}
-    for earlier in attempt.directory.parent.glob("*/next.json"):  # the job may still exclude those
+    for earlier in attempt.directory.parent.glob("*/next.json"):  # the job may still exclude these
         usable.difference_update((Attempt(earlier.parent).next or {}).get("exclude", ()))
     if len(usable - suspects) >= int(_number(begun.get("node_count")) or 1):
         return sorted(suspects)
@@ -551,7 +551,7 @@ def nodes_to_avoid(
 
 
 def _suspects(attempt: Attempt) -> set[str]:
-    """Return nodes whose agent failed and, after a hang, nodes whose ranks caused it."""
+    """Return nodes whose agent failed or whose ranks caused a hang."""
     names = {str(marker["node"]) for marker in attempt.markers("failed") if marker.get("node")}
     if (attempt.stop_request() or {}).get("reason") != "hang":
         return names
@@ -560,13 +560,13 @@ def _suspects(attempt: Attempt) -> set[str]:
         steps = _number(event.data.get("steps_total")) if event.event == "step" else None
         if steps is not None and event.rank is not None:
             reached.setdefault(event.node, {})[event.rank] = steps
-    # The ranks that hang are behind: the others got further before they had to wait for them.
+    # Hanging ranks are behind: the others made progress until they had to wait.
     slowest = {node: min(ranks.values()) for node, ranks in reached.items()}
     most = max(slowest.values(), default=0.0)
     behind = {node for node, steps in slowest.items() if steps < most}
     if not behind:
-        # Where all stand at the same step, the rank that hangs is the one that cannot write its
-        # stacks: ranks that wait for it in a collective can.
+        # If all are at the same step, the hanging rank is the one that cannot write its stacks:
+        # ranks that wait in a collective can.
         files = [*attempt.directory.glob("stacks/*.txt")]
         silent = {one.stem for one in files if NO_STACKS in one.read_text("utf-8", "replace")}
         behind = silent if len(silent) < len(files) else set()
@@ -574,9 +574,9 @@ def _suspects(attempt: Attempt) -> set[str]:
 
 
 def written_since(directory: str, since: float) -> bool:
-    """Return whether a file below a directory is newer than a time; search for 10 s at most."""
+    """Return whether a directory tree contains a file newer than a time; search at most 10 s."""
     until = time.monotonic() + _LOOK_SECONDS
-    # A full walk of a shared file system could take longer than the job has left.
+    # A complete walk on a shared file system could exceed the job's remaining time.
     depth = directory.rstrip("/").count("/") + _DEPTH
     for path, folders, files in os.walk(directory):
         if path.count("/") >= depth:

@@ -1,8 +1,8 @@
-"""The contents of the record files: types of the JSON objects in `submit.json` and others.
+"""Types of the JSON objects in record files such as `submit.json`.
 
-Each file has one reader, in `submission.py` or `run.py`. It checks the fields that every user of
-the record needs. Older versions of hpml did not write the fields of the classes with `total=False`.
-docs/records.md describes the files.
+Each file has one reader, in `submission.py` or `run.py`, which checks the required fields. Older
+versions of hpml did not write the fields of classes with `total=False`. docs/records.md describes
+the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Json
 
 
-# Of a submission.
+# Records of a submission.
 
 
 class GitRecord(TypedDict, total=False):
@@ -24,13 +24,13 @@ class GitRecord(TypedDict, total=False):
     commit: str
     branch: str
     top: str
-    dirty: bool | None  # None: git did not report it
+    dirty: bool | None  # None if git did not report it
     untracked: list[str]
-    diff: str  # name of the file with the changes, or why there is none
+    diff: str  # name of the file with the changes, or why it is missing
 
 
 class SnapshotRecord(TypedDict, total=False):
-    """The copy of the repository that the run uses."""
+    """The copy of the git repository that the run uses."""
 
     top: str
     dirty: bool | None
@@ -54,7 +54,7 @@ class _Provenance(TypedDict):
 
 
 class ScriptRecord(TypedDict):
-    """The job's script as it was submitted."""
+    """The job's script as submitted."""
 
     path: str
     sha256: str
@@ -98,12 +98,12 @@ class SubmitRecord(_Submit, total=False):
     environment_names: list[str]
     after: list[WaitedRun]
     site: list[str]  # files of the site profile
-    job_name: str  # submitit's, which may be any text
-    started_by: str  # the command that submitted it for its own use
+    job_name: str  # submitit's name, which may be any text
+    started_by: str  # the command that submitted it, such as `hpml bench`
     continues: str  # the submission that it repeats
     sweep: str
     points: list[int]  # numbers of the sweep's points, by array index
-    values: list[dict[str, object]]  # of the points
+    values: list[dict[str, object]]  # settings of the points
 
 
 class ScheduledJob(TypedDict, total=False):
@@ -111,7 +111,7 @@ class ScheduledJob(TypedDict, total=False):
 
     job_id: str
     how: str
-    earlier: list[str]  # ids of the jobs before it
+    earlier: list[str]  # ids of earlier jobs
     recorded: float
 
 
@@ -122,7 +122,7 @@ class RefusalRecord(TypedDict, total=False):
     recorded: float
 
 
-# Of a run and its attempts.
+# Records of a run and its attempts.
 
 
 class RunRecord(TypedDict, total=False):
@@ -155,7 +155,7 @@ class EndRecord(TypedDict, total=False):
 
 
 class NextRecord(TypedDict, total=False):
-    """The job that follows: `next.json`."""
+    """The next job: `next.json`."""
 
     how: str
     job_id: str
@@ -172,7 +172,7 @@ class StopRecord(TypedDict, total=False):
 
 
 class CollectedEntry(TypedDict):
-    """The result of an entry of `collect` on a node."""
+    """The result of one entry of `collect` on a node."""
 
     source: str
     node: str
@@ -190,7 +190,7 @@ def beside(rows: Iterable[CollectedEntry]) -> str:
 
 
 class Marker(TypedDict, total=False):
-    """A node's own report: `nodes/NODE.KIND.json`."""
+    """A node's report: `nodes/NODE.KIND.json`."""
 
     node: str
     host: str
@@ -199,10 +199,10 @@ class Marker(TypedDict, total=False):
     exit_code: int
     message: str
     hint: str
-    seconds: float  # that staging took
+    seconds: float  # of staging
     bytes: int
     files: int
-    placed: Any  # figures of the plan, see `placement.report.PlanFigures`
+    placed: Any  # figures of the plan, see `placement.verify.PlanFigures`
     resolves: Sequence[str]
     entries: list[CollectedEntry]
 
@@ -223,8 +223,8 @@ class StageRecord(_Stage, total=False):
     """An entry of `stage` on one node, in its event `ready`."""
 
     digest: str
-    evicted: list[str]  # sources that were removed to make room
-    waited_seconds: float  # of the first entry: for other tasks of the array
+    evicted: list[str]  # entries removed to free space
+    waited_seconds: float  # at the first entry: waiting for other tasks of the array
 
 
 class BindingRecord(TypedDict, total=False):
@@ -267,10 +267,10 @@ class ProofRecord(TypedDict, total=False):
 
 
 class TorchRecord(TypedDict, total=False):
-    """A build of PyTorch; what is unknown is None."""
+    """A build of PyTorch; unknown values are None."""
 
     version: str | None
-    cuda: str | None  # that it was built for
+    cuda: str | None  # for which it was built
     rocm: str | None
     cudnn: str | None
     nccl: str | None
@@ -282,7 +282,7 @@ class VectorRecord(TypedDict):
     """Vector instructions of a CPU, by PyTorch's names: DEFAULT, AVX2, AVX512."""
 
     cpu: str
-    limits: dict[str, str]  # variables that allow less, with their values
+    limits: dict[str, str]  # variables that restrict them, with values
 
 
 class SoftwareRecord(TypedDict, total=False):
@@ -294,9 +294,9 @@ class SoftwareRecord(TypedDict, total=False):
     python_version: str | None
     packages: dict[str, str] | None
     modules: list[str]
-    files: dict[str, str]  # SHA-256 of those that the command names, by path
+    files: dict[str, str]  # SHA-256 of files named by the command, by path
     nvidia_driver: str
-    cuda: str  # the newest that the driver supports
+    cuda: str  # newest version that the driver supports
     torch: TorchRecord | None
     vectors: VectorRecord | None
     has_gpus: bool  # the rank

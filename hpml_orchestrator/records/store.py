@@ -1,4 +1,4 @@
-"""The directories of submissions and runs, and the search for one of them."""
+"""The store of records: the directories of submissions and runs, and how to find one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LEFT_OVER_SECONDS = 86_400
 
 
 def default_root(environment: Mapping[str, str]) -> Path:
-    """Return where records live: `$HPML_HOME`, else `$XDG_STATE_HOME/hpml`, else below the home.
+    """Return the default directory of records: $HPML_HOME, else hpml in $XDG_STATE_HOME.
 
     Args:
-        environment: the variables to look in, such as `os.environ`.
+        environment: variables such as `os.environ`.
     """
     chosen = environment.get("HPML_HOME")
     if chosen:
@@ -43,10 +43,10 @@ def default_root(environment: Mapping[str, str]) -> Path:
 
 
 def open_store(records: str | Path | None, *, must_exist: bool = False) -> Store:
-    """Return the store in a directory of records; without one in that of the environment.
+    """Return the store in a directory, by default the one of the environment.
 
     Raises:
-        NotFoundError: the given directory must exist and does not.
+        NotFoundError: the directory must exist but does not.
     """
     chosen = {"HPML_HOME": str(records)} if records else {}
     store = Store(default_root({**os.environ, **chosen}))
@@ -60,7 +60,7 @@ def open_store(records: str | Path | None, *, must_exist: bool = False) -> Store
 
 
 def ids_in(directory: Path) -> list[str]:
-    """Return the ids that entries of a directory have as names, newest first; none without it.
+    """Return the ids among the names in a directory, newest first; empty if it is missing.
 
     Raises:
         RecordError: it cannot be read.
@@ -82,12 +82,11 @@ class Store:
     """All records below one root.
 
     `<root>/submissions/<sid>/`, `<root>/runs/<rid>/`, `<root>/archives/`, `<root>/local/<host>/`.
-    Safe on a shared file system: names are made unique, files are published by rename, nothing is
-    locked.
+    Safe on a shared file system without locks: names are unique, and files are written by rename.
 
     Attributes:
-        root: of all records.
-        cluster: returns this machine's cluster, empty if unknown; asked if runs share a job id.
+        root: directory of all records.
+        cluster: returns this machine's cluster, empty if unknown; called if runs share a job id.
     """
 
     def __init__(self, root: Path) -> None:
@@ -96,26 +95,26 @@ class Store:
 
     @property
     def submissions_dir(self) -> Path:
-        """Where submissions live."""
+        """The directory of submissions."""
         return self.root / "submissions"
 
     @property
     def runs_dir(self) -> Path:
-        """Where runs live."""
+        """The directory of runs."""
         return self.root / "runs"
 
     @property
     def archives_dir(self) -> Path:
-        """Where shared files live: one file per content, to which submissions link."""
+        """The directory of shared files: one per content, with hard links from submissions."""
         return self.root / "archives"
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All directories with records; the root may contain others."""
+        """All directories with records; the root may contain other files."""
         return (self.submissions_dir, self.runs_dir, self.archives_dir, self.root / "local")
 
     def local_home(self, host: str) -> Path:
-        """Where the local backend of one machine keeps its processes' records."""
+        """The directory of a machine's local backend."""
         return self.root / "local" / host
 
     def prepare(
@@ -129,21 +128,21 @@ class Store:
         fill: Callable[[Path], None] = lambda _: None,
         array: bool = False,
     ) -> Submission:
-        """Write a submission and its runs completely, before anything is submitted.
+        """Write the complete records of a submission and its runs before submitting it.
 
-        A task of an array makes its directory itself when it starts: before, it needs nothing.
+        Array tasks create their directories themselves when they start.
 
         Args:
-            sid: the new id; a single run takes it too, those of an array get `.<index>`.
+            sid: the new id, also used by a single run; runs of an array add `.<index>`.
             script: text of the batch script.
-            shared: name and content of files that most submissions have in common.
+            shared: names and contents of files that most submissions share.
             submit: content of `submit.json`.
-            runs: array index -> content of `run.json`; tasks of an array have no such file.
-            fill: puts more into the submission's directory, before the records are written.
-            array: whether it is a job array; more than one run always are.
+            runs: content of `run.json` by array index; array tasks have no such file.
+            fill: adds files to the submission's directory before the records are written.
+            array: whether it is a job array; always true for several runs.
 
         Raises:
-            RecordError: the root cannot be written; nothing is left behind.
+            RecordError: the root is not writable; no files remain.
         """
         target = self.submissions_dir / sid
         temporary = self.submissions_dir / f".{sid}.{os.getpid()}.tmp"
@@ -158,7 +157,7 @@ class Store:
             made.append(temporary)
             fill(temporary)
             if numbered:
-                # Slurm creates no directories for output.
+                # Slurm does not create directories for output.
                 task_output(temporary, 0).parent.mkdir()
             else:
                 directory = self.runs_dir / sid
@@ -172,8 +171,8 @@ class Store:
             write_json(temporary / "submit.json", {"sid": sid, **submit})
             table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
             write_text(temporary / RUN_TABLE, table)
-            # All of it appears at once, and last: whoever lists submissions sees complete ones
-            # only, and the run's directory is there before anything refers to it.
+            # Rename it last: a list of submissions shows only complete ones, and the directory of
+            # the run exists before anything refers to it.
             os.rename(temporary, target)
             made[0] = target
             fsync_dir(self.submissions_dir)
@@ -190,29 +189,28 @@ class Store:
         return Submission(target)
 
     def _place_shared(self, content: bytes, path: Path) -> None:
-        """Write a shared file there, as a hard link to the store's copy if possible.
+        """Write a shared file to a directory, as a hard link to the store's copy if possible.
 
-        A copy that a full disk truncated, or that another user owns, is not used.
+        Ignore a copy that is truncated (disk full) or owned by another user.
         """
         kept = self.archives_dir / f"{hashlib.sha256(content).hexdigest()[:32]}{path.suffix}"
         with contextlib.suppress(OSError):
-            # Link first, then compare through the link: the file cannot be replaced between the
-            # two.
+            # Compare after linking: the file cannot be replaced in between.
             os.link(kept, path)
             if path.stat().st_uid == os.geteuid() and path.read_bytes() == content:
                 return
             path.unlink()
         write_text(path, content, mode=0o444)
-        # Without hard links or permission to write there, every submission keeps its own copy.
+        # Without hard links or write permission, every submission has its own copy.
         with contextlib.suppress(OSError):
             self.archives_dir.mkdir(exist_ok=True)
-            # link() does not replace a damaged file of that name, rename does.
+            # link() does not replace a damaged file, but rename does.
             temporary = self.archives_dir / path.parent.name
             os.link(path, temporary)
             os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
-        """Remove unfinished directories of killed commands, which may contain copies of code."""
+        """Remove incomplete directories of killed commands; they may contain copies of code."""
         with os.scandir(self.submissions_dir) as entries:
             begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for entry in begun:
@@ -221,33 +219,32 @@ class Store:
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def submissions(self) -> Iterator[Submission]:
-        """Every submission, newest first."""
+        """All submissions, newest first."""
         for name in ids_in(self.submissions_dir):
             yield Submission(self.submissions_dir / name)
 
     def run(self, rid: str) -> Run:
-        """The run of that id, which must exist."""
+        """The run with an id; it must exist."""
         directory = self.runs_dir / rid
         if not directory.is_dir():
             raise NotFoundError(f"no run {rid!r} under {self.runs_dir}")
         return Run(directory)
 
     def resolve(self, word: str, *, exact_name: bool = False, newest: bool = False) -> Submission:
-        """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
+        """Find a submission by id, job id, a unique beginning or end of the id, or `last`.
 
-        `last` is the user's own last one that was not refused, not what `hpml bench` or a trial
-        started. A number is a job id and nothing else; if several clusters have it, that of this
-        cluster. Any of these with `.<index>` behind it means one task of a job array; so does
-        Slurm's form of a task's id, `123_4`.
+        `last` is the user's last submission that was not refused, except those of `hpml bench` and
+        trials. A number is always a job id; if several clusters have it, this cluster's. With
+        `.<index>` at the end, or in Slurm's form `123_4`, it means one task of an array.
 
         Args:
             word: what the user typed.
             exact_name: for commands that cannot be undone; see `ids.named_by`.
-            newest: for commands that read: whether the name of a job means the newest of its runs.
+            newest: for commands that only read: whether the name of a job means its newest run.
 
         Raises:
-            NotFoundError: nothing fits, or the array has no such task.
-            InputError: more than one fits, or it is not an array.
+            NotFoundError: nothing matches, or the array has no such task.
+            InputError: several submissions match, or it is not an array.
         """
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
@@ -282,7 +279,7 @@ class Store:
     def _named(
         self, submissions: list[Submission], word: str, *, exact_name: bool, newest: bool
     ) -> Submission | None:
-        """Return the submission that a word names, None if there is none."""
+        """Return the submission that a word matches; None without a match."""
         if word == "last":
             return next(filter(_is_last, submissions), None)
         if word.isdecimal():
@@ -324,16 +321,16 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
 
 
 def _is_last(submission: Submission) -> bool:
-    """Return whether `last` may mean it."""
-    with contextlib.suppress(RecordError):  # a damaged one is named, and its fault shown
+    """Return whether `last` may mean this submission."""
+    with contextlib.suppress(RecordError):  # so that its damage is reported
         return not submission.started_by and submission.refused() is None
     return True
 
 
 def _suggestion(word: str, submissions: list[Submission]) -> str:
-    """Return a question after the nearest run id, or the newest run of the nearest job name."""
+    """Suggest the most similar run id, or the newest run of the most similar job name."""
     if word.isdecimal():
-        return ""  # every other job id is equally similar
+        return ""  # similar job ids mean nothing
     known = {"last": "last"}
     for submission in submissions[:_NEAR_RUNS]:
         known.setdefault(submission.sid, submission.sid)

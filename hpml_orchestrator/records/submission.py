@@ -1,7 +1,7 @@
-"""The record of one call of sbatch: its script, its job, and the processes that made the call.
+"""The records of a submission: script, jobs, and the processes that called sbatch.
 
-A run that continues gets its next job by another sbatch in the same directory: a continuation.
-`job.json` has the newest job and the earlier ones; that of one task of an array is in
+A run may continue in another job, the continuation, which is submitted from the same directory.
+`job.json` contains the newest job and the earlier ones; for the continuation of an array task it is
 `job.<index>.json`.
 """
 
@@ -19,7 +19,7 @@ from hpml_orchestrator.records.damage import field_fault
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.records.process import owner_is_alive
+from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.run import Start, mark_start, newest_start
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ _REQUEST: Fields = {
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of sbatch; its records exist before the call.
+    """A submission; its records exist before sbatch is called.
 
     Attributes:
-        directory: of its records.
-        index: the task of its array that this object stands for; None for the whole submission.
+        directory: of the records.
+        index: the array task that this object represents; None for the whole submission.
     """
 
     directory: Path
@@ -67,17 +67,17 @@ class Submission:
 
     @property
     def label(self) -> str:
-        """Its name on the command line: its id, with `.<index>` if one task is meant."""
+        """Its name on the command line: the id, with `.<index>` for an array task."""
         return self.sid if self.index is None else f"{self.sid}.{self.index}"
 
     @property
     def script(self) -> Path:
-        """The batch script, byte for byte as submitted."""
+        """The batch script as submitted."""
         return self.directory / SCRIPT
 
     @property
     def started_by(self) -> str:
-        """The command that submitted it for its own use, such as `hpml bench`; else empty."""
+        """The command that submitted it internally, such as `hpml bench`; else empty."""
         try:
             return str(self.record().get("started_by", ""))
         except RecordError:
@@ -87,8 +87,8 @@ class Submission:
         """The request: `submit.json`.
 
         Raises:
-            NotFoundError: there is none.
-            RecordError: it cannot be read, or is damaged.
+            NotFoundError: it does not exist.
+            RecordError: it is unreadable or damaged.
         """
         record: SubmitRecord = _checked(self.directory / "submit.json", _REQUEST)
         return record
@@ -97,11 +97,11 @@ class Submission:
         """The job that was submitted, from `submit.json`.
 
         Args:
-            record: what `record` returned, where it was read before.
+            record: the result of `record`, if already read.
 
         Raises:
-            NotFoundError: there is no record.
-            RecordError: it cannot be read, or is damaged.
+            NotFoundError: the record does not exist.
+            RecordError: it is unreadable or damaged.
         """
         try:
             return Job.from_json((record or self.record())["job"])
@@ -112,14 +112,14 @@ class Submission:
     def job(self) -> ScheduledJob | None:
         """The scheduler's answer, `job.json`; None while it is unknown.
 
-        For one task of an array, this is its continuation if there is one.
+        For an array task this is its continuation, if there is one.
         """
         own = None if self.index is None else self._optional(f"job.{self.index}.json", _JOB)
         job: ScheduledJob | None = own or self._optional("job.json", _JOB)
         return job
 
     def continued(self) -> dict[int, str]:
-        """The newest job of each task of the array that was continued separately, by index."""
+        """The newest job of each array task with a continuation of its own, by index."""
         jobs = {}
         for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
             task = replace(self, index=int(match[1]))
@@ -129,7 +129,7 @@ class Submission:
         return jobs
 
     def refused(self) -> RefusalRecord | None:
-        """The scheduler's reason for a refusal, `refused.json`; None without one."""
+        """The scheduler's refusal, `refused.json`; None without one."""
         record: RefusalRecord | None = self._optional("refused.json", {"reason": _is_text})
         return record
 
@@ -140,7 +140,7 @@ class Submission:
             return None
 
     def job_ids(self) -> set[str]:
-        """The ids of all jobs of the submission so far, also those of its tasks' continuations."""
+        """The ids of all its jobs so far, including continuations of tasks."""
         names = [name for name in names_in(self.directory) if _TASK_JOB.fullmatch(name)]
         found: set[str] = set()
         for name in ("job.json", *names):
@@ -149,18 +149,18 @@ class Submission:
         return found - {""}
 
     def has_job(self, job_id: str) -> bool:
-        """Whether that is the id of one of its jobs; False if its record cannot be read."""
+        """Whether it has a job with this id; False if its record cannot be read."""
         try:
             return job_id in self.job_ids()
         except RecordError:
             return False
 
     def runs(self) -> list[tuple[int, str]]:
-        """The array index and run id of its runs, by index; of one task if one is meant.
+        """Its runs as array index and run id, sorted by index; only one for an array task.
 
         Raises:
-            NotFoundError: the table does not exist.
-            RecordError: it cannot be read, or is damaged.
+            NotFoundError: the table of runs does not exist.
+            RecordError: it is unreadable or damaged.
         """
         path, table = self.directory / RUN_TABLE, []
         text = read_text(path)
@@ -176,10 +176,10 @@ class Submission:
         return table
 
     def is_array(self) -> bool:
-        """Whether it is a job array, or a task of one; False without a table.
+        """Whether it is a job array or an array task; False without a table of runs.
 
         Raises:
-            RecordError: its table cannot be read, or is damaged.
+            RecordError: the table is unreadable or damaged.
         """
         try:
             return any(rid != self.sid for _, rid in self.runs())
@@ -187,11 +187,11 @@ class Submission:
             return False
 
     def record_job(self, job_id: str, *, how: str, now: float) -> None:
-        """Record the job's id and how it became known."""
+        """Record the job's id and how it was found."""
         write_json(self.directory / "job.json", {"job_id": job_id, "how": how, "recorded": now})
 
     def record_continuation(self, job_id: str, *, now: float) -> None:
-        """Record the next job of the run; of a task if one is meant."""
+        """Record the next job of the run or array task."""
         before = self.job()
         if before and before["job_id"] == job_id:
             return
@@ -205,11 +205,11 @@ class Submission:
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
     def record_absence(self, starts: int) -> None:
-        """Record that these calls of sbatch certainly created no job."""
+        """Record that this number of calls of sbatch certainly created no job."""
         write_json(self.directory / "not_submitted.json", {"starts": starts})
 
     def is_absent(self, starts: int) -> bool:
-        """Whether it is recorded that this many calls of sbatch created no job."""
+        """Whether `record_absence` was called for this number of calls of sbatch."""
         return (self._optional("not_submitted.json") or {}).get("starts") == starts
 
     def mark_started(self, *, now: float, number: int | None = None) -> bool:
@@ -217,8 +217,8 @@ class Submission:
 
         Args:
             now: seconds since the epoch.
-            number: of this start: one more than there were before the job was looked for; by
-                default the next one.
+            number: of this call: one more than the number of calls before searching for a job;
+                default: the next one.
 
         Returns:
             False if another process has made that start: sbatch must not be called.
@@ -230,10 +230,10 @@ class Submission:
         return mark_start(first, number or self.starts() + 1, now=now, key=self.sid)
 
     def newest_start(self) -> Start | None:
-        """The last start; None if there was none.
+        """The last start marker; None without any.
 
         Raises:
-            RecordError: the directory cannot be read.
+            RecordError: the directory is unreadable.
         """
         return newest_start(self.directory / STARTED_MARKER)
 

@@ -1,8 +1,8 @@
-"""Files in which Prometheus finds the exporters of running jobs: one per job and node.
+"""Target files, one per job and node, in which Prometheus finds the exporters of running jobs.
 
-The format is that of Prometheus' `file_sd_configs`. A job's agent renews the modification time of
-its file every minute. An old file therefore belongs to an agent or node that died, and a later
-agent or command of the same user removes it. An agent that was only suspended writes it again.
+The format is that of Prometheus' `file_sd_configs`. An agent updates the modification time of its
+file every minute, so an old file belongs to an agent or node that died. A later agent or command of
+the same user removes it. If the agent was only suspended, it writes the file again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RENEW_SECONDS = 60.0
-"""How often an agent renews its file."""
+"""Interval at which an agent updates its file."""
 
 STALE_SECONDS = 600.0
-"""Age of a file whose agent is gone: ten renewals are missing."""
+"""Age at which the agent counts as dead: ten missing updates."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 _OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json(\.\w+)?")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is `localhost` or a loopback address, which only this machine reaches.
+    """Return whether a host is `localhost` or a loopback address.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost")]
     [True, True, True, True]
@@ -48,12 +48,12 @@ def is_loopback(host: str) -> bool:
 
 
 def default_directory(root: Path) -> Path:
-    """Return the directory of targets, unless a job names another."""
+    """Return the default directory of target files."""
     return root / "targets"
 
 
 def target_name(run: str, key: str, node: str) -> str:
-    """Return the name of a target's file.
+    """Return the name of a target file.
 
     Args:
         run: the run's id.
@@ -68,12 +68,12 @@ def target_name(run: str, key: str, node: str) -> str:
 
 
 def publish(path: Path, address: str, labels: Mapping[str, str]) -> None:
-    """Write a target's file: complete or not at all, readable for everybody.
+    """Write a target file atomically, readable by everybody.
 
     Args:
-        path: the file; its directory is made when missing.
-        address: HOST:PORT that Prometheus asks.
-        labels: what all of its series get.
+        path: the file; its directory is created if missing.
+        address: HOST:PORT of the exporter.
+        labels: added to all its series.
 
     Raises:
         RecordError: it cannot be written.
@@ -87,7 +87,7 @@ def publish(path: Path, address: str, labels: Mapping[str, str]) -> None:
 
 
 def renew(path: Path) -> bool:
-    """Renew a target; False if its file is missing or cannot be changed."""
+    """Update the time of a target file; return False if it is missing or not writable."""
     try:
         os.utime(path, follow_symlinks=False)
     except OSError:
@@ -96,13 +96,13 @@ def renew(path: Path) -> bool:
 
 
 def withdraw(path: Path) -> None:
-    """Remove a target's file, if it is there."""
+    """Remove a target file if it exists."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def withdraw_run(directory: Path, run: str) -> None:
-    """Remove the targets of a run that has ended, or of all tasks of an array."""
+    """Remove the target files of a finished run or of all tasks of an array."""
     begin = f"{_UNSAFE.sub('_', run)}."
     for path in _own_files(directory):
         if path.name.startswith(begin):
@@ -110,9 +110,9 @@ def withdraw_run(directory: Path, run: str) -> None:
 
 
 def remove_stale(directory: Path) -> list[str]:
-    """Remove this user's targets whose agents died; return their names.
+    """Remove this user's target files of dead agents; return their names.
 
-    If a wrong clock removes a live agent's file, the agent writes it again.
+    If a wrong clock removes the file of a live agent, the agent writes it again.
     """
     stale_before = time.time() - STALE_SECONDS
     stale = [path for path, modified in _own_files(directory).items() if modified < stale_before]
@@ -122,9 +122,9 @@ def remove_stale(directory: Path) -> list[str]:
 
 
 def _own_files(directory: Path) -> dict[Path, float]:
-    """Return this user's target files, temporary ones of killed writers included, with mtimes.
+    """Return this user's target files, including temporary ones of killed writers, with mtimes.
 
-    Links and pipes are left out: several users may write to the directory.
+    Ignore links and pipes: several users may write to the directory.
     """
     files = {}
     with contextlib.suppress(OSError):

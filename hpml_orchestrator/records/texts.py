@@ -20,11 +20,11 @@ ENDING_WORDS = {
     "NODE_FAIL": "a node failed",
     "OUT_OF_MEMORY": "out of memory",
 }
-"""What a state of Slurm's says about the end of an attempt."""
+"""The end of an attempt in words, by state in Slurm."""
 
 # `slurmstepd: error: StepId=19.1 exceeded memory limit (3319001088 > 3232759808), being killed`
-# and `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen. Where
-# several slurmd run on a machine, the program's name has the node.
+# and `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen. If
+# several slurmd run on a machine, the program name contains the node.
 _MEMORY = re.compile(
     r"slurmstepd(?:-(?P<node>\S{1,255}))?: error: "
     r"(?:Detected \d{1,9} oom[-_]kill event\S{0,9} in )?"
@@ -34,11 +34,11 @@ _MEMORY = re.compile(
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
 _PREFIXES = ("", "k", "M", "G", "T", "P")
-_RATE_STEP = 999.5  # rounded to three digits, more is 1000
+_RATE_STEP = 999.5  # larger values would be rounded to 1000
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration as people read it.
+    """Return a duration for people.
 
     >>> seconds_text(3725), seconds_text(4)
     ('1:02:05', '4 s')
@@ -54,7 +54,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return an age in whole units of the largest unit that fits.
+    """Return an age in whole units of the largest suitable unit.
 
     >>> age_text(90000), age_text(7200), age_text(0)
     ('1 day', '2 hours', '0 seconds')
@@ -66,7 +66,7 @@ def age_text(seconds: float) -> str:
 
 
 def elapsed_text(started: float | None, ended: float | None) -> str:
-    """Return the time between two moments, or until now; `-` without a start."""
+    """Return the time between two moments, by default until now; `-` without a start."""
     if not started:
         return "-"
     return seconds_text(max(0, (ended or time.time()) - started))
@@ -83,7 +83,7 @@ def zoned_text(seconds: float) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return a size, or a rate per second, in the unit that fits it.
+    """Return a size in bytes in a suitable unit.
 
     >>> human_bytes(1536), human_bytes(99.6)
     ('1.5 KiB', '100 bytes')
@@ -99,7 +99,7 @@ def human_bytes(count: float) -> str:
 
 
 def rate_text(value: float, unit: str) -> str:
-    """Return a rate with a decimal prefix of its unit and three digits.
+    """Return a rate with three digits and a decimal prefix.
 
     >>> rate_text(4.5e12, "FLOP/s"), rate_text(20, "FLOP/s"), rate_text(9219.7, "1/s")
     ('4.5 TFLOP/s', '20 FLOP/s', '9.22 k/s')
@@ -111,7 +111,7 @@ def rate_text(value: float, unit: str) -> str:
 
 
 def exact_bytes(count: int) -> str:
-    """Return a size in the unit that fits it, and in bytes.
+    """Return a size in a suitable unit and in bytes.
 
     >>> exact_bytes(1536), exact_bytes(12)
     ('1.5 KiB (1536 bytes)', '12 bytes')
@@ -120,7 +120,7 @@ def exact_bytes(count: int) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str:
-    """Return names as part of a sentence; shorten a long list.
+    """Return names as part of a sentence, at most the first few.
 
     >>> first_few(["a", "b", "c"]), first_few(["a", "b", "c"], 1), first_few([])
     ('a, b and c', 'a and 2 more', 'none')
@@ -143,7 +143,7 @@ def printable(text: str) -> str:
 
 
 def memory_fault(output: str, job_id: str) -> str:
-    """Return that Slurm ended a job for its memory, as its output says; empty if it does not.
+    """Return a sentence if a job's output shows that Slurm ended it out of memory, else empty.
 
     >>> line = "slurmstepd-n2: error: StepId=5.1 exceeded memory limit (3072 > 2048), being killed"
     >>> memory_fault(line, "5")
@@ -158,7 +158,7 @@ def memory_fault(output: str, job_id: str) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals, most of which have none, by number."""
+    """Return the name of a signal; for most real-time signals the number."""
     try:
         return signal.Signals(number).name
     except ValueError:

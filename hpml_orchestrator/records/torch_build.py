@@ -1,6 +1,6 @@
-"""The build of PyTorch that a Python has, and whether it fits the CPU, the GPUs and their driver.
+"""The installed build of PyTorch, and whether it suits the CPU, the GPUs and their driver.
 
-It is read from files of the package: importing PyTorch would take seconds of a job's start.
+This reads files of the package, because importing PyTorch would delay the job's start by seconds.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if found is not None and found.origin:
         build[name] = config[key] == "1" if key in config else None
 print(json.dumps(build))
 """
-"""Code for the Python in question: prints a TorchRecord in JSON, or null without PyTorch."""
+"""Code to run in the job's Python: prints a TorchRecord as JSON, or null without PyTorch."""
 
 _LEVELS = ("DEFAULT", "AVX2", "AVX512")
-_FLAGS = {  # what PyTorch asks of a CPU for a level, as /proc/cpuinfo names it
+_FLAGS = {  # CPU flags in /proc/cpuinfo that PyTorch requires for a level
     "AVX512": {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"},
     "AVX2": {"avx2", "fma"},
 }
@@ -66,11 +66,11 @@ _LIMITS = (
 def read_vectors(
     environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> VectorRecord | None:
-    """Return what vectors the CPU has, and the variables that allow fewer; None if not x86.
+    """Return the vector instructions of the CPU and variables that restrict them; None if not x86.
 
     Args:
         environment: of the program.
-        cpuinfo: of the kernel.
+        cpuinfo: text of /proc/cpuinfo.
     """
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as stream:
@@ -87,9 +87,9 @@ def read_vectors(
 
 
 def _is_below(name: str, value: str, cpu: str) -> bool:
-    """Whether the value of a variable allows less than a CPU has."""
+    """Return whether the value of a variable allows less than the CPU supports."""
     text = value.upper()
-    if name != _LIMITS[0] and text in ("ALL", "DEFAULT"):  # of oneDNN: no limit
+    if name != _LIMITS[0] and text in ("ALL", "DEFAULT"):  # oneDNN: no limit
         return False
     if any(part in text for part in ("AVX512", "AVX10", "AMX")):
         return False
@@ -97,7 +97,7 @@ def _is_below(name: str, value: str, cpu: str) -> bool:
 
 
 def torch_text(software: SoftwareRecord) -> str:
-    """Return PyTorch's build in one line; empty without PyTorch."""
+    """Return PyTorch's build as one line; empty without PyTorch."""
     build = software.get("torch")
     if not build:
         return ""
@@ -118,7 +118,7 @@ def torch_text(software: SoftwareRecord) -> str:
 
 
 def torch_warnings(software: SoftwareRecord) -> list[str]:
-    """Return where PyTorch's build does not fit the node, and what to do."""
+    """Return how PyTorch's build does not suit the node, and what to do."""
     build = software.get("torch")
     if not build:
         return []

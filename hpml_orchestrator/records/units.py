@@ -1,4 +1,4 @@
-"""Units of a job's values, and the constraints on its fields."""
+"""Units of values in jobs and in Slurm's output, and constraints on the fields of a job."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _SPAN = re.compile(r"(?:\d{1,9}(?:\.\d{1,6})?[smhdw])+", re.ASCII)
 _SPAN_SECONDS = {"s": 1, "m": _MINUTE, "h": _HOUR, "d": _DAY, "w": 7 * _DAY}
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 _WRITTEN_SIZE = re.compile(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE | re.ASCII)
-# sacct marks memory per CPU with c, per node with n, and an estimate with ?
+# sacct adds c to memory per CPU, n to memory per node, ? to estimates
 _PRINTED_SIZE = re.compile(
     r"(\d{1,20}(?:\.\d{1,20})?)([KMGTPE]?)(?:i?B)?[cn?]?", re.ASCII | re.IGNORECASE
 )
-# NO_VAL64 and INFINITE64 lie just below 2**64, NO_VAL and INFINITE just below 2**32
+# NO_VAL64 and INFINITE64 are just below 2**64, NO_VAL and INFINITE just below 2**32
 _UNSET = 2**63
 _UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
 
-# A type or MIG profile with or without a count, or a count alone. A type that begins with a digit,
-# such as 2080ti or 3090, needs a count, or it could not be told from one.
+# A type or MIG profile with an optional count, or only a count. A type that begins with a digit,
+# such as 2080ti or 3090, needs a count to be distinguishable from one.
 _GPU = re.compile(
     r"(?:([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?"
     r"|(\d[\w.+-]{2,63}):(\d{1,4})|(\d{1,4}))",
@@ -51,11 +51,11 @@ _GPU = re.compile(
 
 
 def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
-    """Return the seconds of a time span; None for no limit and for anything else.
+    """Return the seconds in a time span; None for no limit and for other text.
 
     Args:
         text: such as `1-02:03:04`, `03:04` or `04.123`.
-        bare: seconds per unit of a number without a colon.
+        bare: seconds per unit for a number without a colon.
 
     >>> read_seconds("1-00:00:00"), read_seconds("30:00"), read_seconds("UNLIMITED")
     (86400.0, 1800.0, None)
@@ -73,7 +73,7 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
         seconds = first * _HOUR + second * _MINUTE + third
     elif fields[1] is not None:
         seconds = first * _MINUTE + second
-    # Slurm prints NO_VAL and INFINITE as plain numbers in some places. As minutes they would be
+    # In some places Slurm prints NO_VAL and INFINITE as plain numbers; as minutes they would be
     # 8,000 years.
     elif first in _UNSET_32:
         return None
@@ -83,7 +83,7 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
 
 
 def read_span(text: str) -> float | None:
-    """Return the seconds of a time with units, each used once; None for any other form.
+    """Return the seconds in a time with units, each at most once; None for other text.
 
     >>> read_span("90s"), read_span("1d12h"), read_span("1.5h"), read_span("90")
     (90.0, 129600.0, 5400.0, None)
@@ -97,10 +97,10 @@ def read_span(text: str) -> float | None:
 
 
 def parse_time(value: object) -> int:
-    """Return the seconds of a time limit, `2h` or in one of Slurm's forms: `30` is `30:00`.
+    """Return the seconds in a time limit: `2h`, or Slurm's formats, in which `30` means `30:00`.
 
     Raises:
-        ValueError: it is in none of the forms, zero, or over ten years.
+        ValueError: the format is unknown, or the limit is zero or over ten years.
 
     >>> parse_time("10:00"), parse_time("1-0"), parse_time(90), parse_time("1h30m")
     (600, 86400, 5400, 5400)
@@ -119,18 +119,17 @@ def parse_time(value: object) -> int:
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Return the seconds of `sbatch --time`; None for no limit: `UNLIMITED`, `INFINITE`, -1 or 0.
+    """Return the seconds in `sbatch --time`; None for `UNLIMITED`, `INFINITE`, -1 and 0 (no limit).
 
     Raises:
-        ValueError: it is in none of the forms.
+        ValueError: the format is unknown.
 
     >>> parse_time_limit("1-12"), parse_time_limit("90"), parse_time_limit("UNLIMITED")
     (129600, 5400, None)
     """
     if text.strip().lower() in _NO_LIMIT or read_seconds(text) == 0:
         return None
-    # `2h` is hpml's own form. sbatch would refuse it, so an imported script or a directive must not
-    # pass with it.
+    # `2h` is hpml's own format: sbatch would refuse it, so refuse it in scripts and directives.
     if read_span(text) is not None:
         raise ValueError(f"must be a time limit of sbatch: {_SLURM_FORMS}")
     return parse_time(text)
@@ -150,11 +149,11 @@ def format_time(seconds: int) -> str:
 
 
 def read_bytes(text: str, unit: str = "M") -> int | None:
-    """Return the bytes of a size; None for no limit and for anything else.
+    """Return the bytes in a size; None for no limit and for other text.
 
     Args:
         text: such as `62.50G`, `1000Mc` or `16000`.
-        unit: that of a bare number, empty for bytes.
+        unit: of a number without a unit; empty for bytes.
 
     >>> read_bytes("1.5K"), read_bytes("2"), read_bytes("0", ""), read_bytes("n/a")
     (1536, 2097152, 0, None)
@@ -178,10 +177,10 @@ def _written_bytes(value: object) -> int:
 
 
 def parse_bytes(value: object) -> int:
-    """Return bytes of a size in Slurm's form: a number of MiB, or with K, M, G or T.
+    """Return the bytes in a size in Slurm's format: MiB, or with K, M, G or T.
 
     Raises:
-        ValueError: it is not such a size, zero, or over 1 PiB.
+        ValueError: it is not a size, zero, or over 1 PiB.
 
     >>> parse_bytes("8G"), parse_bytes(512)
     (8589934592, 536870912)
@@ -193,7 +192,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_mebibytes(text: str) -> int:
-    """Return whole MiB of `sbatch --mem`, rounded up; 0 means all of the node's memory.
+    """Return the MiB in `sbatch --mem`, rounded up; 0 means all of the node's memory.
 
     Raises:
         ValueError: it is not a size.
@@ -205,7 +204,7 @@ def parse_mebibytes(text: str) -> int:
 
 
 def parse_size_mib(value: object) -> int:
-    """Return whole MiB of a size that a user wrote, rounded up.
+    """Return the MiB in a size from a user, rounded up.
 
     Raises:
         ValueError: it is not a size, zero, or over 1 PiB.
@@ -217,7 +216,7 @@ def parse_size_mib(value: object) -> int:
 
 
 def size_text(mebibytes: int) -> str:
-    """Return MiB in the largest unit that is exact.
+    """Return MiB in the largest unit with a whole number.
 
     >>> size_text(8192), size_text(9000), size_text(2 * 1024**2)
     ('8G', '9000M', '2T')
@@ -229,11 +228,11 @@ def size_text(mebibytes: int) -> str:
 
 
 ALL_MEMORY = 0
-"""MiB of a job that takes all memory of its nodes, as `sbatch --mem=0`."""
+"""MiB of a job that requests all memory of its nodes, as in `sbatch --mem=0`."""
 
 
 def parse_node_memory(value: object) -> int:
-    """Return MiB of a node's memory that a user wrote; ALL_MEMORY for `all`.
+    """Return the MiB in a user's memory per node; ALL_MEMORY for `all`.
 
     Raises:
         ValueError: it is not a size, zero, or over 1 PiB.
@@ -248,7 +247,7 @@ def parse_node_memory(value: object) -> int:
 
 
 def node_memory_text(mebibytes: int) -> str:
-    """Return a node's memory as a job file has it.
+    """Return memory per node as in a job file.
 
     >>> node_memory_text(65536), node_memory_text(0)
     ('64G', 'all')
@@ -257,7 +256,7 @@ def node_memory_text(mebibytes: int) -> str:
 
 
 def read_count(text: str) -> int | None:
-    """Return a number; None for no limit and for anything else; K is 1024.
+    """Return a count, in which K means 1024; None for no limit and for other text.
 
     >>> read_count("4K"), read_count("UNLIMITED"), read_count("4294967295")
     (4096, None, None)
@@ -266,10 +265,10 @@ def read_count(text: str) -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Return a number above zero and below ten million.
+    """Return a number between 1 and 9,999,999.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a number.
     """
     stripped = text.strip()
     if not re.fullmatch(r"\d{1,20}", stripped, re.ASCII) or not 0 < int(stripped) <= _MAX_COUNT:
@@ -278,7 +277,7 @@ def parse_count(text: str) -> int:
 
 
 def split_list(text: str) -> Iterator[str]:
-    """Yield the parts between commas that are in no brackets.
+    """Yield the parts between commas outside brackets.
 
     >>> list(split_list("gpu:2(IDX:0,3),node[1,3]"))
     ['gpu:2(IDX:0,3)', 'node[1,3]']
@@ -296,10 +295,10 @@ def split_list(text: str) -> Iterator[str]:
 
 
 def read_gres(text: str) -> list[tuple[str, str, int]]:
-    """Return (name, type, count) of generic resources; a type that is named twice is added up.
+    """Return (name, type, count) of generic resources, adding up equal types.
 
-    Both what Slurm prints, `gpu:a100:4(S:0-1)`, and what `--gres` takes, `gpu`, `gres/gpu=2`. Slurm
-    up to 25.11 prints `(null)` for an absent type.
+    Accept both Slurm's output, `gpu:a100:4(S:0-1)`, and values of `--gres`, `gpu`, `gres/gpu=2`.
+    Slurm up to 25.11 prints `(null)` for a missing type.
 
     >>> read_gres("gpu:a100:4(S:0-1),gpu:2,craynetwork:no_consume:4K")
     [('gpu', 'a100', 4), ('gpu', '', 2), ('craynetwork', '', 4096)]
@@ -322,13 +321,13 @@ def read_gres(text: str) -> list[tuple[str, str, int]]:
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one node: `(type, count)` pairs, an empty type meaning any."""
+    """GPUs of one node as `(type, count)` pairs; an empty type means any."""
 
     kinds: tuple[tuple[str, int], ...]
 
     @property
     def count(self) -> int:
-        """All GPUs of the node."""
+        """Number of GPUs of the node."""
         return sum(number for _, number in self.kinds)
 
     def __str__(self) -> str:
@@ -336,10 +335,10 @@ class Gpus:
 
 
 def parse_gpus(value: object) -> Gpus:
-    """Return the GPUs of a node from `4`, `a100:4`, `1g.10gb:2`, or a list of such.
+    """Return the GPUs of a node in `4`, `a100:4`, `1g.10gb:2`, or a list of these.
 
     Raises:
-        ValueError: an entry is in none of these forms.
+        ValueError: an entry has a different form.
 
     >>> str(parse_gpus("a100:2,v100:1")), parse_gpus(4).count
     ('a100:2,v100:1', 4)
@@ -363,7 +362,7 @@ def parse_gpus(value: object) -> Gpus:
 
 
 def parse_gpu_option(text: str) -> Gpus:
-    """Return the GPUs of `--gpus` and its kin, `[TYPE:]NUMBER[,…]`, or of the gpu part of `--gres`.
+    """Return the GPUs in `--gpus` and similar options, `[TYPE:]NUMBER[,…]`, or in `--gres`.
 
     Raises:
         ValueError: a part has no number.
@@ -382,24 +381,24 @@ def parse_gpu_option(text: str) -> Gpus:
     return Gpus(tuple(kinds))
 
 
-# What a value of a job may be: metadata in `Annotated`, and texts with their patterns.
+# Constraints on the fields of a job: metadata for `Annotated`, and text types with patterns.
 #
-# On the login node pydantic builds its schemas from it. Nodes read the same classes without
-# pydantic: `pydantic_core` is imported only where a schema is built.
+# On the login node pydantic builds its schemas from them. Nodes use the same classes without
+# pydantic: `pydantic_core` is imported only to build a schema.
 #
-# Values are shell-quoted wherever they reach a script; these patterns come before that. What ends
-# in an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to
-# characters that neither sbatch nor a shell gives a meaning to.
+# Scripts quote all values; these patterns are an additional protection. Quoting in `#SBATCH` lines
+# differs between Slurm versions, so values there may only contain characters without a special
+# meaning for sbatch and shells.
 
 if TYPE_CHECKING:
     Make = Callable[[Any], Any]
-    """Takes a value, and returns what becomes of it."""
+    """Convert a value."""
 
 MAX_LIST = 4096
-"""Most entries of a list or mapping."""
+"""Maximum number of entries in a list or mapping."""
 
 MAX_ARGUMENT_BYTES = 131_071
-"""Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
+"""Maximum length of an argument or NAME=value on Linux (MAX_ARG_STRLEN - 1)."""
 
 MAX_PATH_BYTES = 4095
 _MAX_PORT = 65_535
@@ -407,10 +406,10 @@ _MAX_PORT = 65_535
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """A value that a function checks, and may change, after its type is right.
+    """A constraint: a function that checks and may change a value of the right type.
 
     Attributes:
-        check: returns the value, or raises ValueError, whose text says what would be right.
+        check: returns the value, or raises ValueError with a description of valid values.
     """
 
     check: Make
@@ -425,12 +424,12 @@ class Checked:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A value that a function brings into the form of its type.
+    """A constraint: a function that converts a value before its type is checked.
 
     Attributes:
         prepare: returns the value, or raises ValueError.
-        accepts: what can be written, as a JSON Schema; None for only what the type has.
-        also: what can be written besides what the type has.
+        accepts: JSON Schema of the accepted values; None for that of the type.
+        also: JSON Schema of values accepted in addition to those of the type.
     """
 
     prepare: Make
@@ -453,12 +452,12 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A value in a unit, written as a text.
+    """A number that is written as text with a unit.
 
     Attributes:
-        parse: returns the value of what a user wrote or a record has, or raises ValueError.
-        written: returns the text of a value.
-        accepts: what can be written, as a JSON Schema.
+        parse: returns the number in text from a user or a record, or raises ValueError.
+        written: returns the text of a number.
+        accepts: JSON Schema of the accepted text.
     """
 
     parse: Make
@@ -477,7 +476,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """A whole number in a range; no text, and no boolean."""
+    """A constraint: an integer in a range, not a text or boolean."""
 
     low: int
     high: int
@@ -490,7 +489,7 @@ class Between:
 
 @dataclass(frozen=True, eq=False)
 class YesOrNo:
-    """True or false; no text, and no number."""
+    """A constraint: true or false, not a text or number."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: Make) -> object:
         from pydantic_core.core_schema import bool_schema  # noqa: PLC0415 - not on nodes
@@ -500,7 +499,7 @@ class YesOrNo:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """A list or mapping with so many entries."""
+    """A constraint: the number of entries in a list or mapping."""
 
     most: int = MAX_LIST
     least: int = 0
@@ -513,14 +512,14 @@ class Entries:
 def _unicode(value: str) -> str:
     if "\0" in value:
         raise ValueError("must not hold a NUL character")
-    try:  # JSON escapes characters beyond U+FFFF as surrogate pairs, which YAML does not join
+    try:  # JSON escapes characters beyond U+FFFF as surrogate pairs, which YAML does not combine
         return value.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         raise ValueError("must be valid Unicode text") from error
 
 
 def at_most(limit: int, advice: str) -> Checked:
-    """Accept Unicode text of at most that many bytes."""
+    """Accept Unicode text up to a number of bytes."""
 
     def check(value: str) -> str:
         value = _unicode(value)
@@ -536,9 +535,9 @@ def matching(pattern: str, description: str, longest: int = 256) -> Checked:
     """Accept text that matches a pattern.
 
     Args:
-        pattern: a regular expression for all of the text.
-        description: what the text must be, for the message.
-        longest: number of characters.
+        pattern: a regular expression for the whole text.
+        description: of valid text, for the error message.
+        longest: maximum number of characters.
     """
     compiled = re.compile(pattern)
 
@@ -553,7 +552,7 @@ def matching(pattern: str, description: str, longest: int = 256) -> Checked:
 
 
 def _as_written(value: object) -> object:
-    """Return numbers as they are written; booleans would lose their spelling."""
+    """Convert numbers to text; refuse booleans, because their spelling is lost."""
     if isinstance(value, bool):
         raise ValueError("is a boolean: put it in quotes, as the program should receive it")  # noqa: TRY004
     if isinstance(value, (int, float)):
@@ -580,16 +579,16 @@ def _not_empty(value: str) -> str:
 
 
 def no_dash(value: str) -> str:
-    """Refuse a text that a program would take as an option."""
+    """Refuse text that a program would parse as an option."""
     if value.startswith("-"):
         raise ValueError("must not begin with a dash")
     return value
 
 
-# A job's own SLURM_ or HPML_ variables would contradict those that Slurm and hpml set in the job.
+# SLURM_ or HPML_ variables in a job file would contradict those that Slurm and hpml set.
 _RESERVED_PREFIXES = tuple("SLURM_ SLURMD_ SBATCH_ SRUN_ HPML_ PMI OMPI_ PRTE_ BASH".split())
 _RESERVED = frozenset(
-    # a shell gives these a special meaning, or refuses to set them
+    # these are special or read-only in shells
     "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "
     "POSIXLY_CORRECT CDPATH LINENO SECONDS RANDOM SRANDOM EPOCHSECONDS EPOCHREALTIME OPTARG OPTIND "
     "OPTERR PIPESTATUS PWD OLDPWD SHLVL TIMEFORMAT HISTCMD COMP_WORDBREAKS MAPFILE REPLY COPROC "
@@ -601,7 +600,7 @@ OF_LAUNCHERS = frozenset(
     "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE".split()
 )
 """Variables that a launcher sets for its ranks."""
-# Open MPI's own settings are the user's; PMIX and PRTE are parts of version 5.
+# Settings of Open MPI are allowed; PMIX and PRTE are parts of version 5.
 _OPEN_MPI_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
@@ -618,7 +617,7 @@ def _port(value: str) -> str:
     return value
 
 
-# GPUs have their own field; licences of a file system are also generic resources
+# GPUs have a field of their own; generic resources may also be file system licences
 _GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
 _FIELD_OF = {
@@ -650,7 +649,7 @@ _REASONS = {
     **{f"has its own field: {field}": names for field, names in _FIELD_OF.items()},
 }
 _NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Options of sbatch that `extra` may not have, and why."""
+"""Options of sbatch that `extra` must not contain, with the reason."""
 
 
 def _extra(options: tuple[str, ...]) -> tuple[str, ...]:
@@ -739,7 +738,7 @@ VariableName = Annotated[
 
 
 def _gpus(value: object) -> Gpus:
-    return value if isinstance(value, Gpus) else parse_gpus(value)  # a default of a profile
+    return value if isinstance(value, Gpus) else parse_gpus(value)  # default from a site profile
 
 
 _FIELDS_GPU_FORMS = {"anyOf": [_INTEGER, _TEXT, {"type": "array", "items": INTEGER_OR_TEXT}]}

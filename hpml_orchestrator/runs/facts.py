@@ -25,7 +25,7 @@ from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.state import cluster_job, damage_error, damage_of, naming_damage
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

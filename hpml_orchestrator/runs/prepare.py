@@ -20,7 +20,7 @@ from hpml_orchestrator.jobfile.rules import resolved_job
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.job import AGENT_FILE, JOB_FIELDS, Job, with_unknown
-from hpml_orchestrator.records.process import this_owner
+from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.records.units import MIB, size_text

@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import (
     SchedulerUnavailable,
 )
 from hpml_orchestrator.records.files import read_text_or_nothing, write_text
-from hpml_orchestrator.records.process import Owner, owner_is_alive
+from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.runs.backend import elsewhere, not_here
 from hpml_orchestrator.scheduler.command import job_environment

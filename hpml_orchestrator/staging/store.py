@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.mounts import SHARED_TYPES, file_system_type
-from hpml_orchestrator.records.process import boot_id, environment_of
+from hpml_orchestrator.records.owner import boot_id
+from hpml_orchestrator.records.process import environment_of
 from hpml_orchestrator.records.texts import age_text
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
 from hpml_orchestrator.staging.request import is_directory, shown, why

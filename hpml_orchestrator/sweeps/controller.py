@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.files import create_json, write_json
-from hpml_orchestrator.records.process import Owner, owner_is_alive, this_owner
+from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs

@@ -1,5 +1,4 @@
-"""What a node is: NUMA domains, cores, GPUs, network cards.
+"""A node's hardware: NUMA domains, cores, GPUs, network cards.
 
-Names are imported from the modules, not from here: hpml-bind, started once per rank, needs
-`cpulist` alone.
+Import names from the modules: hpml-bind starts once per rank and needs only `cpulist`.
 """

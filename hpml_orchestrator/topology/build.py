@@ -1,4 +1,4 @@
-"""Shared by all readers: builds cores, domains and devices from the data of a source."""
+"""Build cores, domains and devices from a source's data; all readers use this."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     NVIDIA,
     VGA,
     Core,
@@ -18,7 +18,6 @@ from hpml_orchestrator.topology.model import (
     PciPath,
     Topology,
     address_key,
-    format_list,
     level,
     nic_rank,
     partition_address,
@@ -35,9 +34,8 @@ def cores_of_groups(
     domains: Mapping[int, int],
     kinds: Mapping[int, str],
 ) -> tuple[Core, ...]:
-    """Return cores, numbered by their lowest CPU; the maps' keys are CPUs."""
-    # `core_id` is unique only within a socket and may have holes, so cores get numbers of their
-    # own.
+    """Return cores, numbered in the order of their lowest CPU; all mappings are keyed by CPU."""
+    # `core_id` is unique only within a socket and may have gaps, so cores are numbered anew.
     ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
         Core(number, sockets[cpus[0]], domains[cpus[0]], cpus, kinds.get(cpus[0], ""))
@@ -46,14 +44,14 @@ def cores_of_groups(
 
 
 def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> int | None:
-    """Return the domain that holds all of these CPUs; None if there is none or several."""
+    """Return the domain that contains all of these CPUs; None if no single domain does."""
     wanted = set(cpus)
     holding = [domain.number for domain in domains if wanted & set(domain.cpus)]
     return holding[0] if len(holding) == 1 else None
 
 
 def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
-    """Return the domain itself if it has CPUs, else the nearest one that has some.
+    """Return the domain itself if it has CPUs, else the nearest domain with CPUs.
 
     None if distances are unknown or two domains are equally near.
     """
@@ -62,8 +60,8 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
         return None if home is None else number
     with_cpus = {domain.number for domain in domains if domain.cpus}
     ranked = sorted((away, other) for other, away in home.distances if other in with_cpus)
-    # A tie has no right answer; an unknown domain makes the planner spread the ranks, while a
-    # guess could bind all of them to the wrong side.
+    # Do not guess between equals: with an unknown domain the planner spreads the ranks, but a
+    # wrong guess could bind all of them far from their GPU.
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
         return None
     return ranked[0][1]
@@ -74,7 +72,7 @@ def assign_unplaced_cpus(
 ) -> None:
     """Assign online CPUs without a domain to the first domain that has CPUs, with a warning.
 
-    `homes` is CPU -> domain, and not empty.
+    `homes` maps CPU to domain and must not be empty.
     """
     unplaced = set(online) - set(homes)
     if unplaced:
@@ -93,7 +91,7 @@ def _name_key(name: str) -> tuple[tuple[str, int], ...]:
 
 
 def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Element, ...]]]:
-    """Yield the elements of a tag below a root in order, each with those of the tag above it."""
+    """Yield all elements with a tag below a root, each with its ancestors that have the tag."""
     pending: list[tuple[ET.Element, tuple[ET.Element, ...]]] = [
         (child, ()) for child in reversed(root.findall(tag))
     ]
@@ -109,7 +107,7 @@ class DeviceLocation:
 
     address: str = ""  # PCI address; empty if unknown
     domain: int | None = None  # NUMA domain; None if unknown
-    cpus: tuple[int, ...] = ()  # CPUs near to it; empty if unknown
+    cpus: tuple[int, ...] = ()  # CPUs near it; empty if unknown
     path: PciPath = field(default_factory=PciPath)  # the bridges above it
 
 
@@ -125,19 +123,19 @@ class Devices:
         self,
         place: DeviceLocation,
         *,
-        partition: int = 0,  # number among the partitions of this device
-        number: int = CPUS_MAX,  # in the source's library
-        name: str = "",  # in the source
+        partition: int = 0,  # number of the partition on this device
+        number: int = CPUS_MAX,  # number in the source's library, such as NVML
+        name: str = "",  # as the source calls it
         uuid: str = "",
-        vendor: int = 0,  # of PCI; 0 if unknown
-        kind: int = 0,  # class of PCI (16 bits)
-        named: bool = False,  # whether a compute library or driver knows it
+        vendor: int = 0,  # PCI vendor ID; 0 if unknown
+        kind: int = 0,  # PCI class (16 bits)
+        named: bool = False,  # whether a compute library or driver lists it
     ) -> None:
-        """Add a GPU, or a partition of one."""
+        """Add a GPU or a partition of one."""
         address = partition_address(place.address, partition)
         self._paths[address] = place.path
         gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)
-        # A VGA device next to other GPUs only draws the screen, unless it is from NVIDIA.
+        # A VGA device next to other GPUs only drives the display, unless it is from NVIDIA.
         self._gpus.append((number, gpu, named or kind != VGA or vendor == NVIDIA))
 
     def add_nic(
@@ -165,7 +163,7 @@ class Devices:
         domains: tuple[Domain, ...],
         warnings: list[str],
     ) -> Topology:
-        """Return the node with these devices, and a warning for each GPU of unknown domain."""
+        """Return the node with these devices; each GPU whose domain is unknown adds a warning."""
         gpus, nics = self._computing_gpus(), self._offered_nics()
         warnings += [
             f"The NUMA domain of {gpu.name} {gpu.address}".rstrip() + " is unknown."
@@ -181,11 +179,10 @@ class Devices:
         return Topology(source, cores, domains, gpus, nics, links, tuple(warnings))
 
     def _computing_gpus(self) -> tuple[Gpu, ...]:
-        # If no GPU is known to compute, all are kept: a workstation's only card may be a VGA
-        # device.
+        # Without any known compute GPU, keep all: a workstation's only card may be a VGA device.
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
-        # A UUID that several partitions share does not identify any of them.
+        # A UUID shared by several partitions identifies none of them.
         count = Counter(gpu.uuid for _, gpu, _ in ordered)
         return tuple(
             replace(
@@ -198,7 +195,7 @@ class Devices:
         )
 
     def _offered_nics(self) -> tuple[Nic, ...]:
-        """Return the network cards that ranks communicate through: those of the best rank."""
+        """Return the network cards of the best rank: ranks communicate through these."""
         best = min((rank for rank, _ in self._nics.values()), default=None)
         names = sorted(self._nics, key=_name_key)
         return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
@@ -210,6 +207,6 @@ class Devices:
         same = gpu.domain == nic.domain
         if path and other and path.bridges and other.bridges:
             distance = level(path, other, same_domain=same)
-            # NODE and SYS depend on the domains; PIX, PXB and PHB follow from the bridges alone.
+            # PIX, PXB and PHB depend only on the bridges, NODE and SYS also on the domains.
             return distance if known or distance not in {"NODE", "SYS"} else ""
         return "SYS" if known and not same else ""

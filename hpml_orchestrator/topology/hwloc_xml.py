@@ -1,4 +1,4 @@
-"""hwloc's XML (`lstopo machine.xml`), of hwloc 1 to 3, as a `Topology`."""
+"""Read the XML of hwloc 1 to 3 (`lstopo machine.xml`) as a `Topology`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hpml_orchestrator.topology.build import (
     nearest_with_cpus,
     walk,
 )
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, parse_mask
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     Core,
     Domain,
     PciPath,
@@ -24,7 +24,6 @@ from hpml_orchestrator.topology.model import (
     full_address,
     is_gpu,
     is_nic,
-    parse_mask,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _SOURCE = "hwloc XML"
 _MEANS_LATENCY = 4
 _NAME_CHARS = 20
 _IO = frozenset({"Bridge", "PCIDev", "OSDev"})
-# What libraries call GPUs; the first that a device has a name of counts.
+# Libraries that name GPUs; the first one that names a device wins.
 _GPU_NAMES = [re.compile(rf"{library}([0-9]+)") for library in ("nvml", "rsmi", "cuda", "ze")]
 _PCI_TYPE = re.compile(r"([0-9a-f]{4}) \[([0-9a-f]{4}):[0-9a-f]{4}\]", re.IGNORECASE)
 _INTEGER = re.compile(r"[0-9]{1,20}")
@@ -43,7 +42,7 @@ _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 
 
 def hwloc_topology(root: ET.Element) -> Topology:
-    """Return the machine that hwloc exported.
+    """Return the node that hwloc exported.
 
     Raises:
         InputError: the file is not from hwloc, or is damaged.
@@ -58,19 +57,19 @@ def hwloc_topology(root: ET.Element) -> Topology:
 
 
 class _Reader:
-    """The objects of one file, each with those above it."""
+    """The objects of one file, each with its ancestors."""
 
     def __init__(self, root: ET.Element, machine: ET.Element) -> None:
         self.root = root
         self.machine = machine
-        # hwloc 3 counts the kinds of OS devices in powers of two.
+        # hwloc 3 encodes the types of OS devices as powers of two.
         newer = root.get("version", "").startswith("3")
         self.network, self.rdma = ("16", "32") if newer else ("2", "3")
         self.above = dict(walk(root, "object"))
         self.warnings: list[str] = []
 
     def topology(self) -> Topology:
-        """Return all of it."""
+        """Return the whole node."""
         domains, homes = self._domains()
         cores = self._cores(homes)
         sockets = len({core.socket for core in cores})
@@ -89,10 +88,10 @@ class _Reader:
         return next((parent for parent in above if parent.get("type") in types), None)
 
     def _domains(self) -> tuple[tuple[Domain, ...], dict[int, int]]:
-        """Return the domains, and the domain of each CPU.
+        """Return the domains and a mapping from CPU to domain.
 
         In hwloc's XML a domain without CPUs (memory of a GPU, HBM, CXL) lists the CPUs near it.
-        A CPU belongs to the smallest domain of main memory that holds it, as in the kernel.
+        As in the kernel, a CPU belongs to the smallest domain of main memory that contains it.
         """
         online = frozenset(_cpu(unit) for unit in self._of_type("PU"))
         if not online:
@@ -125,7 +124,7 @@ class _Reader:
             if matrix.get("type") == "NUMANode" and is_latency:
                 indexes = [_integer(word) for word in _words(matrix, "indexes")]
                 return _square(indexes, [_integer(word) for word in _words(matrix, "u64values")])
-        for matrix in self.machine.iter("distances"):  # hwloc 1: relative to a base
+        for matrix in self.machine.iter("distances"):  # hwloc 1: values are relative to a base
             base = float(matrix.get("latency_base", "10"))
             latencies = [float(cell.get("value", "0")) for cell in matrix.findall("latency")]
             if len(numbers) ** 2 == len(latencies) and all(0 < x < CPUS_MAX for x in latencies):
@@ -136,7 +135,7 @@ class _Reader:
         packages = self._of_type("Package", "Socket")
         numbers = [package.get("os_index", "") for package in packages]
         if len(set(numbers)) < len(packages) or not all(map(_INTEGER.fullmatch, numbers)):
-            numbers = [str(place) for place in range(len(packages))]  # hwloc needs none
+            numbers = [str(place) for place in range(len(packages))]  # hwloc may omit the numbers
         socket_of = {package: int(number) for package, number in zip(packages, numbers)}
         groups: dict[ET.Element, list[int]] = {}
         sockets: dict[int, int] = {}
@@ -165,7 +164,7 @@ class _Reader:
             kind, vendor = (int(part, 16) for part in match.groups()) if match else (0, 0)
             inside = [part for part in device.iter("object") if part.get("type") == "OSDev"]
             named = _named_gpus(inside)
-            # Several are partitions of one GPU, as of an MI300A in CPX mode.
+            # Several devices at one address are partitions of a GPU, such as an MI300A in CPX mode.
             for partition, (number, gpu) in enumerate(named):
                 devices.add_gpu(
                     place,
@@ -196,11 +195,10 @@ class _Reader:
         return devices
 
     def _place(self, device: ET.Element, domains: Sequence[Domain]) -> DeviceLocation:
-        """Return where a device is: at the object that it hangs from.
+        """Return the location of a device: that of the object it is attached to.
 
-        If there are several domains, a device at the machine itself is near none of them. A
-        group or a domain of memory alone has no CPUs: the nearest domain that has some counts, or
-        else the object above.
+        A device attached to the machine itself is near no domain if there are several. A group or
+        a memory-only domain has no CPUs: use the nearest domain with CPUs, else the object above.
         """
         above = self.above[device]
         bridges = tuple(

@@ -1,4 +1,4 @@
-"""A node's topology: CPU lists, PCI addresses, NUMA domains and devices."""
+"""A node's topology: cores, NUMA domains and devices, and their PCI addresses."""
 
 from __future__ import annotations
 
@@ -7,94 +7,41 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# Sets of CPUs as the kernel writes them: lists such as `0-3,8` and masks such as `ff,00000000`.
-#
-# Imports nothing: hpml-bind, started once per rank, reads its CPUs through this module.
-
-CPUS_MAX = 65_536
-"""CPU numbers are below this; the kernel's own limit is 8192. Guards against `0-4000000000`."""
-
-_WORD_DIGITS = 8  # a word of a mask has 32 bits
-_NUMBER_DIGITS = 9
-_SHOWN = 60
-
-
-def parse_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list in the kernel's format, ascending, each once.
-
-    Raises:
-        ValueError: the text is not such a list, or a number is too large.
-
-    >>> parse_list("0-2,8"), parse_list("")
-    ((0, 1, 2, 8), ())
-    """
-    numbers: set[int] = set()
-    for part in text.strip().split(",") if text.strip() else ():
-        first, dash, last = part.strip().partition("-")
-        if not _is_number(first) or (dash and not _is_number(last)):
-            raise ValueError(f"not a list of CPUs: {text.strip()[:_SHOWN]!r}")
-        begin, end = int(first), int(last or first)
-        if not begin <= end < CPUS_MAX:
-            raise ValueError(f"not a range of CPUs: {part.strip()!r}")
-        numbers.update(range(begin, end + 1))
-    return tuple(sorted(numbers))
-
-
-def parse_mask(text: str) -> tuple[int, ...]:
-    """Return the numbers of a mask: words of 32 bits in hexadecimal, the highest first, by comma.
-
-    An empty word is 0 and `0x` may precede each, as hwloc writes them.
-
-    Raises:
-        ValueError: the text is not such a mask, or a number is too large.
-
-    >>> parse_mask("1,00000003"), parse_mask("0x00000003,,0x1")
-    ((0, 1, 32), (0, 64, 65))
-    """
-    words = [word.strip().lower().removeprefix("0x") for word in text.strip().split(",")]
-    # A mask of one word may be longer than 32 bits; several are 32 bits each.
-    longest = CPUS_MAX // 4 if len(words) == 1 else _WORD_DIGITS
-    value = 0
-    for word in words:
-        if len(word) > longest or word.strip("0123456789abcdef") or len(words) * 32 > CPUS_MAX:
-            raise ValueError(f"not a mask of CPUs: {text.strip()[:_SHOWN]!r}")
-        value = (value << 32) | int(word or "0", 16)
-    return tuple(number for number, bit in enumerate(bin(value)[:1:-1]) if bit == "1")
-
-
-def format_list(numbers: Iterable[int]) -> str:
-    """Return numbers as a list in the kernel's format.
-
-    >>> format_list([8, 2, 1, 0])
-    '0-2,8'
-    """
-    ranges: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _NUMBER_DIGITS
-
-
 _TEXTS = ("name", "address", "uuid", "parent", "kind")
+
+
+def format_names(words: Iterable[str]) -> str:
+    """Return names as one text, with consecutive numbers as a range.
+
+    >>> format_names(["GPU0", "GPU1", "GPU2", "mlx5_0"])
+    'GPU0-2 mlx5_0'
+    """
+    runs: list[list[str]] = []  # stem, first number, last number
+    for word in words:
+        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
+        stem, number = (match[1], match[2]) if match else (word, "")
+        last = runs[-1] if runs else ["", "", ""]
+        if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:
+            last[2] = number
+        else:
+            runs.append([stem, number, number])
+    return " ".join(
+        f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
+    )
 
 
 @dataclass(frozen=True)
 class Core:
     """One physical core."""
 
-    number: int  # its number in the node, counted from 0 in the order of its lowest CPU
+    number: int  # number on the node, from 0 in the order of the lowest CPU
     socket: int  # number of its socket
-    domain: int  # number of the NUMA domain that its CPUs are in
+    domain: int  # NUMA domain of its CPUs
     cpus: tuple[int, ...]  # its hardware threads, lowest first
     kind: str = ""  # Intel's `core` (fast) or `atom`, or the kernel's capacity, such as `1024`
 
@@ -103,35 +50,35 @@ class Core:
 class Domain:
     """One NUMA domain."""
 
-    number: int  # the kernel's number of it
+    number: int  # the kernel's number
     cpus: tuple[int, ...]  # its CPUs; empty for a domain of memory only, such as a GPU's or CXL
     memory_bytes: int = 0  # its memory; 0 if unknown
-    # `(domain, distance)` to every known domain, itself included (10 is local); empty if unknown
+    # `(domain, distance)` for every known domain including itself (10 is local); empty if unknown
     distances: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG instance of one."""
+    """One GPU or one MIG instance."""
 
-    index: int  # its place among the GPUs of the node, in the order of the source
-    name: str  # what the source calls it, such as `GPU0`
-    # PCI address; empty if unknown. Partitions of a GPU (AMD's TPX and CPX modes) differ in its
-    # last digit, as AMD's tools write it
+    index: int  # index among the node's GPUs, in the source's order
+    name: str  # the source's name, such as `GPU0`
+    # PCI address; empty if unknown. Partitions of a GPU (AMD's TPX and CPX modes) differ in the
+    # last digit, as in AMD's tools
     address: str = ""
-    uuid: str = ""  # of the device or the MIG instance; empty if unknown
-    parent: str = ""  # UUID (or PCI address) of the GPU that a MIG instance is part of; else empty
-    domain: int | None = None  # NUMA domain with CPUs that it is nearest to; None if unknown
+    uuid: str = ""  # UUID of the device or MIG instance; empty if unknown
+    parent: str = ""  # UUID (or PCI address) of a MIG instance's GPU; else empty
+    domain: int | None = None  # nearest NUMA domain with CPUs; None if unknown
     cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
 @dataclass(frozen=True)
 class Nic:
-    """One network card (or port) that ranks may talk through."""
+    """One network card (or port) that ranks may communicate through."""
 
     name: str  # such as `mlx5_0`
     address: str = ""  # PCI address; empty if unknown
-    domain: int | None = None  # NUMA domain that it is nearest to; None if unknown
+    domain: int | None = None  # nearest NUMA domain; None if unknown
     cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
@@ -140,12 +87,12 @@ class Topology:
     """A node."""
 
     source: str  # `sysfs` or `hwloc XML`
-    cores: tuple[Core, ...]  # all cores that are online, by number
+    cores: tuple[Core, ...]  # all online cores, by number
     domains: tuple[Domain, ...]  # all NUMA domains, by number
     gpus: tuple[Gpu, ...] = ()  # all GPUs, by index
     nics: tuple[Nic, ...] = ()  # all network cards, by name
-    # `(GPU's name, NIC's name, level)` with nvidia-smi's level of their PCI connection: PIX, PXB,
-    # PHB, NODE, SYS; unknown ones are left out
+    # `(GPU name, NIC name, level)`: the PCI connection as in nvidia-smi (PIX, PXB, PHB, NODE, SYS);
+    # unknown connections are omitted
     links: tuple[tuple[str, str, str], ...] = ()
     warnings: tuple[str, ...] = ()  # what was missing or inferred, one sentence each
 
@@ -156,22 +103,31 @@ class Topology:
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """What ranks run on: MIG instances, and GPUs that are not divided into such."""
+        """The devices that ranks use: MIG instances, and GPUs without MIG instances."""
         divided = {gpu.parent for gpu in self.gpus if gpu.parent}
         return tuple(
             gpu for gpu in self.gpus if not divided & {gpu.uuid, gpu.address} or gpu.parent
         )
 
     def domain(self, number: int) -> Domain | None:
-        """The domain of that number."""
+        """The domain with a number."""
         return next((domain for domain in self.domains if domain.number == number), None)
 
 
 Part = TypeVar("Part", Core, Domain, Gpu, Nic)
 
 
+def nearest_nics(topology: Topology, gpu: str) -> str:
+    """Return the level and names of the network cards nearest to a GPU; SYS is not near."""
+    for level in ("PIX", "PXB", "PHB", "NODE"):
+        near = [nic for name, nic, distance in topology.links if (name, distance) == (gpu, level)]
+        if near:
+            return f"{level} {format_names(near)}"
+    return ""
+
+
 def topology_json(topology: Topology) -> dict[str, object]:
-    """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
+    """Return a topology for `json.dumps`, with CPU sets in the kernel's list format."""
     return {
         "source": topology.source,
         "domains": _rows(topology.domains),
@@ -195,10 +151,10 @@ def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, object]]
 
 
 def topology_of_json(data: object) -> Topology:
-    """Return the topology that such data hold.
+    """Return the topology in the output of `topology_json`.
 
     Raises:
-        InputError: they are not what `topology_json` makes.
+        InputError: the data do not describe a topology.
     """
     try:
         return _checked(_parsed(data))
@@ -232,7 +188,7 @@ def _parsed(data: object) -> Topology:
 
 def _parts(kind: type[Part], rows: Iterable[Mapping[str, object]]) -> tuple[Part, ...]:
     names = [field.name for field in fields(kind)]
-    rows = [{"kind": "", **row} for row in rows]  # earlier versions wrote no kinds of cores
+    rows = [{"kind": "", **row} for row in rows]  # earlier versions did not write the cores' kind
     return tuple(kind(**{name: _value(name, row[name]) for name in names}) for row in rows)
 
 
@@ -271,7 +227,7 @@ def _checked(topology: Topology) -> Topology:
     return topology
 
 
-# PCI addresses and classes, and the distance between two devices.
+# PCI addresses, device classes, and the distance between two devices.
 
 _ADDRESS = re.compile(
     r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?", re.IGNORECASE
@@ -292,11 +248,11 @@ _LAST_FUNCTION = 7
 
 @dataclass(frozen=True)
 class PciPath:
-    """What is between a device and its host.
+    """The PCI bridges between a device and the host.
 
     Attributes:
-        bridges: from the host bridge on; empty if unknown.
-        own: those of `bridges` that are part of the device's own package.
+        bridges: starting at the host bridge; empty if unknown.
+        own: the `bridges` inside the device's own package.
     """
 
     bridges: tuple[str, ...] = ()
@@ -304,7 +260,7 @@ class PciPath:
 
 
 def full_address(text: str) -> str:
-    """Return an address complete and in lower case; empty if the text is not one.
+    """Return the full PCI address in lower case; empty if the text is not an address.
 
     >>> full_address("C7:00.0"), full_address("00000000:C7:00.0"), full_address("card0")
     ('0000:c7:00.0', '0000:c7:00.0', '')
@@ -317,15 +273,15 @@ def full_address(text: str) -> str:
 
 
 def address_key(address: str) -> tuple[int, ...]:
-    """Return a sort key that orders addresses as numbers, across PCI domains too."""
+    """Return a key that sorts PCI addresses numerically."""
     return tuple(int(part, 16) for part in re.split("[:.]", full_address(address)) if part)
 
 
 def partition_address(address: str, number: int) -> str:
-    """Return the address of a partition of a GPU, with its number as the PCI function.
+    """Return the address of a GPU partition, with its number as the PCI function.
 
-    AMD's tools and HIP name the partitions of an MI300 in TPX or CPX mode like this; to the kernel
-    they are one PCI device.
+    AMD's tools and HIP use this form for the partitions of an MI300 in TPX or CPX mode, which are a
+    single PCI device to the kernel.
 
     >>> partition_address("0001:02:00.0", 5)
     '0001:02:00.5'
@@ -336,7 +292,7 @@ def partition_address(address: str, number: int) -> str:
 
 
 def is_gpu(vendor: int, device_class: int) -> bool:
-    """Return whether a PCI device of that vendor and class (16 bits) is a GPU for computing.
+    """Return whether a PCI device with this vendor and class (16 bits) is a compute GPU.
 
     A server's graphics chip (ASPEED, Matrox) and an NVSwitch are not.
     """
@@ -344,16 +300,16 @@ def is_gpu(vendor: int, device_class: int) -> bool:
 
 
 def is_nic(device_class: int) -> bool:
-    """Return whether a PCI class (16 bits) is a network card's, of Ethernet or of a fabric."""
+    """Return whether a PCI class (16 bits) is that of a network card (Ethernet or fabric)."""
     return device_class >> 8 == _NETWORK or device_class == _SERIAL_INFINIBAND
 
 
 def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
-    """Return how good a network card is; ranks get those of the best rank.
+    """Return the preference of a network card; ranks use only cards with the lowest value.
 
-    0 is a card of the fabric (InfiniBand, Omni-Path, Slingshot, EFA), 1 another RDMA device (RoCE),
-    2 a network interface on a card of the fabric (IPoIB), 3 Ethernet, 4 a card without a name.
-    What is unknown is empty or 0. `rdma` means that the name is an RDMA device's.
+    0: fabric card (InfiniBand, Omni-Path, Slingshot, EFA); 1: other RDMA device (RoCE); 2: network
+    interface on a fabric card (IPoIB); 3: Ethernet; 4: card without a name. Unknown arguments are
+    empty or 0. `rdma` means that the name is that of an RDMA device.
     """
     fabric = device_class in _FABRIC_CLASSES
     if not name:
@@ -368,8 +324,8 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
 def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
     """Return the distance between two devices as in `nvidia-smi`: PIX, PXB, PHB, NODE or SYS.
 
-    PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
-    NUMA domain, SYS two domains.
+    PIX: connected by one switch; PXB: several switches; PHB: the host bridge; NODE: two host
+    bridges of one NUMA domain; SYS: different domains.
     """
     shared = 0
     for mine, theirs in zip(path.bridges, other.bridges):
@@ -381,4 +337,4 @@ def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
     if shared == 1:
         return "PHB"
     below = [sum(bridge not in way.own for bridge in way.bridges[shared:]) for way in (path, other)]
-    return "PIX" if max(below) <= 1 else "PXB"  # both ports of a switch are listed
+    return "PIX" if max(below) <= 1 else "PXB"  # a switch has two bridges, and one is shared

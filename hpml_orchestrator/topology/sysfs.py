@@ -19,21 +19,18 @@ from hpml_orchestrator.topology.build import (
     domain_of_cpus,
     nearest_with_cpus,
 )
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.hwloc_xml import hwloc_topology
 from hpml_orchestrator.topology.model import (
-    CPUS_MAX,
     NVIDIA,
     Core,
     Domain,
     Gpu,
     PciPath,
     Topology,
-    format_list,
     full_address,
     is_gpu,
     is_nic,
-    parse_list,
-    parse_mask,
     topology_of_json,
 )
 
@@ -56,20 +53,20 @@ def read_sysfs(
     *,
     gpu_listing: str = "",
 ) -> Topology:
-    """Return the machine that a kernel describes, with all CPUs that are online.
+    """Return the node that a kernel describes, with all online CPUs.
 
     Args:
-        sys_root: where sysfs is.
-        proc_root: where /proc is.
+        sys_root: mount point of sysfs.
+        proc_root: mount point of procfs.
         gpu_listing: output of `nvidia-smi -L`, the only source of the UUIDs of MIG instances.
 
     Raises:
-        InputError: there are no CPUs below these directories.
+        InputError: these directories list no CPUs.
     """
     warnings: list[str] = []
     cpu_root = os.path.join(sys_root, "devices", "system", "cpu")
-    # Numbers of CPUs may have holes, and offline CPUs keep their directories. A CPU that cannot be
-    # taken offline, often cpu0, has no `online` file.
+    # CPU numbers may have gaps, and offline CPUs keep their directories. A CPU that cannot be taken
+    # offline, often cpu0, has no `online` file.
     online = frozenset(_read_cpus(cpu_root, "online")) or frozenset(
         number
         for number in _numbered(cpu_root, "cpu")
@@ -121,7 +118,7 @@ def _domains(
     homes: dict[int, int] = {}
     for number in numbers:
         for cpu in _read_cpus(root, f"node{number}", "cpulist", mask="cpumap"):
-            # `cpulist` may name CPUs that are offline, on which nothing can run.
+            # `cpulist` may include offline CPUs.
             if cpu in online:
                 homes.setdefault(cpu, number)
     if not homes:
@@ -140,15 +137,14 @@ def _domains(
 
 
 def _memory(meminfo: str) -> int:
-    """Return the total of a meminfo file in bytes; 0 if it has none."""
+    """Return the total memory in a meminfo file in bytes; 0 if missing."""
     match = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", meminfo)
     return int(match[1]) * _KIB if match else 0
 
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     words = re.findall(r"[0-9]{1,9}", text)
-    # The numbers of domains may have holes, so the n-th distance belongs to the n-th directory,
-    # not to domain n.
+    # Domain numbers may have gaps: the n-th distance is for the n-th directory, not for domain n.
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
 
@@ -158,7 +154,7 @@ def _cores(sys_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     types = [name for name in _list_directory(root) if name.startswith("cpu_")]
     kinds = {cpu: name[4:] for name in types for cpu in _read_cpus(root, name, "cpus")}
-    # Not those of Intel's hybrid CPUs, which may differ also between cores of one kind.
+    # On Intel's hybrid CPUs the capacity may differ between cores of one kind, so ignore it there.
     kinds = kinds or {cpu: _read_text(cpu_root, f"cpu{cpu}", "cpu_capacity") for cpu in homes}
     groups: list[set[int]] = []
     sockets: dict[int, int] = {}
@@ -167,14 +163,13 @@ def _cores(sys_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
     for cpu in sorted(homes):
         place = os.path.join(cpu_root, f"cpu{cpu}", "topology")
         socket = _read_text(place, "physical_package_id")
-        # some ARM machines and hypervisors have -1
+        # -1 on some ARM machines and hypervisors
         sockets[cpu] = int(socket) if re.fullmatch("[0-9]{1,9}", socket) else 0
         siblings = _read_cpus(place, "thread_siblings_list", mask="thread_siblings")
         if not siblings:
             unknown.append(cpu)
         if cpu not in seen:
-            # The siblings may include offline CPUs, which have no home and are no part of the
-            # core.
+            # Siblings may include offline CPUs, which have no domain: leave them out.
             core = {cpu, *(other for other in siblings if homes.get(other) == homes[cpu])} - seen
             groups.append(core)
             seen |= core
@@ -248,21 +243,21 @@ class _PciDevices:
         return PciPath(bridges, own)
 
     def is_virtual(self, address: str) -> bool:
-        """Return whether a device is a virtual function (SR-IOV) of another."""
+        """Return whether a device is a virtual function (SR-IOV)."""
         return os.path.lexists(os.path.join(self.bus, address, "physfn"))
 
     def place(self, address: str) -> DeviceLocation:
-        """Return where a device is. A `numa_node` of -1 means unknown, not domain 0."""
+        """Return a device's location; a `numa_node` of -1 means unknown, not domain 0."""
         number = _read_text(self.bus, address, "numa_node")
         listed = _read_cpus(self.bus, address, "local_cpulist", mask="local_cpus")
         local = tuple(cpu for cpu in listed if cpu in self.cpus)
         domain: int | None
         if re.fullmatch("[0-9]{1,5}", number):
             domain = nearest_with_cpus(int(number), self.domains)
-            # The domain of a GPU's own memory has no CPUs: those of the nearest count.
+            # The domain of a GPU's memory has no CPUs: use those of the nearest domain.
             homes = [home for home in self.domains if home.number == domain]
             local = local or (homes[0].cpus if homes else ())
-        elif set(local) == self.cpus:  # the kernel's answer if it does not know
+        elif set(local) == self.cpus:  # the kernel lists all CPUs if it does not know
             domain, local = None, ()
         else:
             domain = domain_of_cpus(local, self.domains)
@@ -287,7 +282,7 @@ def _add_gpus(devices: Devices, pci: _PciDevices, proc_root: str) -> None:
     partitions = _partitions(pci)
     for address in pci.addresses:
         vendor, kind = pci.kind(address)
-        # NVIDIA's driver lists the cards that it drives; others are given to virtual machines.
+        # NVIDIA's driver lists its GPUs; the others belong to virtual machines.
         if not is_gpu(vendor, kind) or pci.is_virtual(address) or (driven and vendor == NVIDIA):
             continue
         serial = _read_text(pci.bus, address, "unique_id")  # AMD's, as its tools print it
@@ -298,9 +293,9 @@ def _add_gpus(devices: Devices, pci: _PciDevices, proc_root: str) -> None:
 
 
 def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
-    """Return PCI address -> partition -> UUID of AMD's GPUs in modes such as CPX and TPX.
+    """Return the UUIDs of AMD GPU partitions (modes such as CPX and TPX) by PCI address and number.
 
-    AMD's compute driver lists each partition as a node. It does not let a job read the nodes of
+    AMD's compute driver lists each partition as a node, but a job cannot read the nodes of
     partitions that its cgroup hides.
     """
     root = os.path.join(pci.root, "devices", "virtual", "kfd", "kfd", "topology", "nodes")
@@ -309,9 +304,9 @@ def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
         properties = _PROPERTY.findall(_read_text(root, node, "properties"))
         values = {name: int(value) for name, value in properties}
         location = values.get("location_id", 0)
-        if not values.get("simd_count") or not location:  # a processor
+        if not values.get("simd_count") or not location:  # a CPU
             continue
-        # The number of the partition is in the upper bits, in Linux before 6.9 in the function.
+        # The partition number is in the upper bits; before Linux 6.9 in the function.
         slot = f"{values.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 31:02x}"
         number, function = location >> 28, location & 7
         if function and f"{slot}.{function}" not in pci.chains:
@@ -322,7 +317,7 @@ def _partitions(pci: _PciDevices) -> dict[str, dict[int, str]]:
 
 
 def _with_mig_instances(topology: Topology, listing: str) -> Topology:
-    """Return a node with the MIG instances that `nvidia-smi -L` lists, behind its GPUs."""
+    """Add the MIG instances that `nvidia-smi -L` lists after the GPUs of a node."""
     gpus, links, warnings = list(topology.gpus), list(topology.links), list(topology.warnings)
     parent: Gpu | None = None
     for line in listing.splitlines():
@@ -345,7 +340,7 @@ def _add_nics(devices: Devices, pci: _PciDevices) -> None:
         root = os.path.join(pci.root, "class", group)
         for name in _list_directory(root):
             chain = _chain(os.path.join(root, name, "device"))
-            if not chain[1:]:  # no PCI device: lo, bridges, virtual ones
+            if not chain[1:]:  # not a PCI device: lo, bridges, virtual interfaces
                 continue
             vendor, kind = pci.kind(chain[-1])
             if not kind or is_nic(kind):
@@ -359,10 +354,10 @@ def _add_nics(devices: Devices, pci: _PciDevices) -> None:
                 )
 
 
-# Reads a node's topology from a file of any known format, recognised by its content.
+# Files with a topology: the format is recognised by the content.
 
 BYTES_MAX = 64 * 1024 * 1024
-# Expat's codes for an end too early: no element, and unclosed token, character or section.
+# Expat's error codes of truncated XML: no element; unclosed token, character or section.
 _CUT_OFF = frozenset({3, 5, 6, 20, 29})
 _HINT = (
     "known formats: hwloc's XML (`lstopo machine.xml`), the output of `hpml topo --json`, "
@@ -371,12 +366,12 @@ _HINT = (
 
 
 def read_topology(source: str | os.PathLike[str]) -> Topology:
-    """Return the topology in a file.
+    """Return the topology in a file or directory.
 
-    A directory is a copy of a node's /sys, or has `sys` and `proc` of it side by side.
+    A directory is a copy of a node's /sys, or contains copies of /sys and /proc.
 
     Raises:
-        InputError: the format is unknown, or the file is damaged; names the file.
+        InputError: the format is unknown, or the file is damaged; the message names the file.
         NotFoundError: the file does not exist.
     """
     path = os.fspath(source)
@@ -394,7 +389,7 @@ def read_topology(source: str | os.PathLike[str]) -> Topology:
 
 
 def read_topology_field(path: str, *, field: str, origin: object) -> Topology:
-    """Return the topology in a file that a field of a site profile names.
+    """Return the topology in a file given by a field of a site profile.
 
     Args:
         path: the file.
@@ -402,7 +397,7 @@ def read_topology_field(path: str, *, field: str, origin: object) -> Topology:
         origin: the site profile.
 
     Raises:
-        InputError: the file does not exist or describes no node; names file, field and profile.
+        InputError: the file is missing or not a topology; the message names field and profile.
     """
     where = f"in {origin}"
     try:
@@ -418,10 +413,10 @@ def read_topology_field(path: str, *, field: str, origin: object) -> Topology:
 
 
 def decode(data: bytes, *, name: str) -> str:
-    """Return the text of a file, read up to one byte more than it may have.
+    """Return the text of a file that was read up to one byte beyond its maximum size.
 
     Raises:
-        InputError: it is too large, or not UTF-8.
+        InputError: it is too large or not UTF-8.
     """
     if len(data) > BYTES_MAX:
         raise InputError(f"{name}: is larger than {BYTES_MAX // 1024**2} MiB", hint=_HINT)
@@ -435,7 +430,7 @@ def topology_of_text(text: str, *, name: str = "topology") -> Topology:
     """Return the topology that a text describes.
 
     Raises:
-        InputError: the format is unknown, or the text is damaged.
+        InputError: the format is unknown or the text is damaged.
     """
     try:
         return _read_by_content(text)
@@ -464,7 +459,7 @@ def parse_xml(text: str) -> ET.Element:
     """Return the root of an XML document of bounded size.
 
     Raises:
-        InputError: the text is not XML, is cut off, or defines entities, which may expand forever.
+        InputError: the text is not XML, is truncated, or defines entities (these may explode).
     """
     if "<!ENTITY" in text:
         raise InputError(
@@ -480,7 +475,7 @@ def parse_xml(text: str) -> ET.Element:
                 hint="copy or export the file again",
             ) from None
         raise InputError(f"is not valid XML: {error}") from None
-    except (ValueError, LookupError) as error:  # a declared encoding that Python does not know
+    except (ValueError, LookupError) as error:  # the declared encoding is unknown to Python
         raise InputError(f"is not valid XML: {error}") from None
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from hpml_orchestrator.placement.planfile import find, write
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology, parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 GOAL_MS = 5.0
 CORES, GPUS, THREADS = 256, 16, 2

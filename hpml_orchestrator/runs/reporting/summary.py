@@ -21,7 +21,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
 )
 from hpml_orchestrator.runs.reporting.timeline import Phase, Timeline, phases
 from hpml_orchestrator.runs.state import naming_damage
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

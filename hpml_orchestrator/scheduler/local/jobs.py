@@ -51,7 +51,7 @@ from hpml_orchestrator.records.files import (
     write_json,
     write_text,
 )
-from hpml_orchestrator.records.process import Owner, boot_id, owner_is_alive, this_owner
+from hpml_orchestrator.records.owner import Owner, boot_id, owner_is_alive, this_owner
 from hpml_orchestrator.records.run import task_output, user_name
 from hpml_orchestrator.scheduler.local.processes import (
     SUPERVISOR_MARK,

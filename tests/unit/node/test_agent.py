@@ -31,7 +31,7 @@ from hpml_orchestrator.records.job import (
     Verify,
 )
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import UNLIMITED, Node, stage
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.node.bind import rank_variables
-from hpml_orchestrator.node.environment import memory_policy
+from hpml_orchestrator.node.kernel import memory_policy
 from hpml_orchestrator.placement.model import RankPlan
 from tests.patience import PATIENCE_SECONDS
 from tests.unit.node.plans import CHANNEL, MINE, one_each, put_plan, records

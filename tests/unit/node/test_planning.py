@@ -24,7 +24,7 @@ from hpml_orchestrator.node.planning import (
     unbound,
 )
 from hpml_orchestrator.placement import planfile
-from hpml_orchestrator.topology.model import parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.sysfs import read_sysfs, read_topology
 from tests.unit.node.conftest import CODE, ROOT
 from tests.unit.node.plans import MINE

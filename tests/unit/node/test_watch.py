@@ -21,7 +21,7 @@ from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedR
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.verify import NodeProof, proof_of_json
 from hpml_orchestrator.records.process import read_stat
-from hpml_orchestrator.topology.model import format_list
+from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
 
 Until = Callable[[Callable[[], object]], object]

@@ -103,7 +103,7 @@ def test_reading_a_line_imports_next_to_nothing() -> None:
     code = (
         "import sys; before = set(sys.modules); "
         "from hpml_orchestrator.placement.planfile import find; "
-        "from hpml_orchestrator.topology.model import parse_list; "
+        "from hpml_orchestrator.topology.cpulist import parse_list; "
         f"parse_list(find({TEXT!r}, 0)['cpus']); "
         "print(*sorted(set(sys.modules) - before))"
     )
@@ -119,5 +119,5 @@ def test_reading_a_line_imports_next_to_nothing() -> None:
         "hpml_orchestrator.placement",
         "hpml_orchestrator.placement.planfile",
         "hpml_orchestrator.topology",
-        "hpml_orchestrator.topology.model",
+        "hpml_orchestrator.topology.cpulist",
     ]

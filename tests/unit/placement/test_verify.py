@@ -19,7 +19,8 @@ from hpml_orchestrator.placement.verify import (
     proof_json,
     proof_of_json,
 )
-from hpml_orchestrator.topology.model import Gpu, Topology, parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.model import Gpu, Topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 

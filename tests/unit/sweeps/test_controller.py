@@ -17,7 +17,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.feed import append
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.ids import parse_array
-from hpml_orchestrator.records.process import this_owner
+from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.sweeps.batches import read_batches

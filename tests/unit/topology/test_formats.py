@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.topology.model import Topology, format_list, topology_json, topology_of_json
+from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import Topology, topology_json, topology_of_json
 from hpml_orchestrator.topology.sysfs import read_sysfs, read_topology, topology_of_text
 from tests.unit.topology.machines import Machine, hwloc_xml, two_sockets, write_sysfs
 from tests.unit.topology.real_machines import DATA, MACHINES

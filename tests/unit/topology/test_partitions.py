@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.topology.model import Topology, format_list, topology_json
+from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import Topology, topology_json
 from hpml_orchestrator.topology.sysfs import read_sysfs, topology_of_text
 from tests.unit.topology.machines import AMD, Device, Machine, hwloc_mask, write, write_sysfs
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology.model import Core, Domain, Topology, parse_list
+from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Topology
 from hpml_orchestrator.topology.sysfs import read_sysfs
 from tests.unit.topology.machines import (
     AMD,

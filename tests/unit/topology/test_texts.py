@@ -11,13 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.topology.model import (
-    Topology,
-    format_list,
-    parse_list,
-    parse_mask,
-    topology_json,
-)
+from hpml_orchestrator.topology.cpulist import format_list, parse_list, parse_mask
+from hpml_orchestrator.topology.model import Topology, format_names, topology_json
 from hpml_orchestrator.topology.sysfs import read_topology, topology_of_text
 from tests.unit.topology.machines import hwloc_xml, two_sockets
 
@@ -209,3 +204,15 @@ def test_lists_and_masks_of_cpus(cpus: frozenset[int]) -> None:
     words = ",".join(padded[n : n + 8] for n in range(0, len(padded), 8))
     assert parse_mask(words) == tuple(sorted(cpus))
     assert parse_mask(value) == tuple(sorted(cpus))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("GPU0 GPU1 GPU3 a mlx5_9 mlx5_10", "GPU0-1 GPU3 a mlx5_9-10"),
+        ("GPU01 GPU02 GPU2 GPU2", "GPU01 GPU02 GPU2 GPU2"),
+    ],
+)
+def test_names_with_consecutive_numbers(names: str, text: str) -> None:
+    """They become a range; a number with leading zeros does not."""
+    assert format_names(names.split()) == text

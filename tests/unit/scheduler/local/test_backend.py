@@ -20,7 +20,8 @@ import pytest
 import hpml_orchestrator
 from hpml_orchestrator.errors import SchedulerError
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.process import read_stat, this_owner
+from hpml_orchestrator.records.owner import this_owner
+from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
