@@ -38,7 +38,7 @@ from hpml_orchestrator.errors import InputError, RecordError
 if TYPE_CHECKING:
     from hpml_exporters.web.server import Counters
 
-# Every metric that can be shown; `python -m hpml_exporters.catalogue` prints docs/metrics.md.
+# Every metric that can be shown; `python -m hpml_exporters.app` prints docs/metrics.md.
 
 SUBJECTS = {
     "GPUs": gpu.SPECS,
