@@ -1,13 +1,13 @@
-"""Compare what data-parallel training costs in communication, method by method, at equal accuracy.
+"""Compare the communication cost of methods of data-parallel training, at equal accuracy.
 
     python communication.py --method allreduce
     torchrun --standalone --nproc-per-node=2 communication.py --method topk --target-accuracy 0.95
     python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
 
-A small network learns scikit-learn's digits until it reaches the target. All parameters are one
-vector, so that each method in communication_methods.py and communication_async.py is a few lines.
-`bytes_sent` is what rank 0 sends for training, `comm_seconds` the time in which it waits; neither
-has evaluations, nor has `seconds_to_accuracy`. The clock stops when nothing is under way.
+A small network learns scikit-learn's digits until it reaches the target. All parameters form one
+vector, so each method in communication_methods.py and communication_async.py takes a few lines.
+`bytes_sent` is what rank 0 sends for training, `comm_seconds` how long it waits for that; neither
+includes evaluations, nor does `seconds_to_accuracy`. The clock stops when nothing is in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpml_checkpoint import Checkpoints, Ranks, StopAgreement
 from hpml_job import JobError, say
 from hpml_profile import trace_steps
 
-NUMBERS = {  # options that are numbers: default, least, help
+NUMBERS = {  # numeric options: default, minimum, help
     "epochs": (40, 1, "length of the training"),
     "batch-size": (32, 1, "samples per rank and step"),
     "lr": (0.1, 0, "learning rate, whatever the number of ranks"),
@@ -44,37 +44,37 @@ NUMBERS = {  # options that are numbers: default, least, help
     "warm-up-steps": (5, 0, "first steps that samples/s leaves out"),
 }
 SAVED = ("steps", "elapsed", "accuracy", "reached", "vector", "interface_bytes", "late")
-COUNTED = ("bytes_sent", "latencies", "seconds", "busy_bytes")  # by the wire
+COUNTED = ("bytes_sent", "latencies", "seconds", "busy_bytes")  # attributes of the wire
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--method", choices=[*METHODS, *ASYNCHRONOUS], default="allreduce")
-    add("--rounding", choices=("nearest", "stochastic"), default="nearest", help="of int8")
+    add("--rounding", choices=("nearest", "stochastic"), default="nearest", help="rounding of int8")
     hpml_job.add_options(parser, NUMBERS)
     add("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, otherwise gloo")
-    add("--target-accuracy", type=float, default=0.95, help="on the validation part")
-    add("--run-on", action="store_true", help="train on when the target is reached")
-    add("--latency-us", type=float, help="of a message, as hpml bench prints; default: measured")
-    add("--bandwidth-gb", type=float, help="GB/s of all-reduce, as hpml bench prints")
+    add("--target-accuracy", type=float, default=0.95, help="validation accuracy to reach")
+    add("--run-on", action="store_true", help="continue after reaching the target")
+    add("--latency-us", type=float, help="per message, from hpml bench; default: measured")
+    add("--bandwidth-gb", type=float, help="GB/s of all-reduce, from hpml bench")
     options = parser.parse_args(arguments)
     hpml_job.check_numbers(parser, options, NUMBERS)
     return options
 
 
 class Training:
-    """What changes while the network learns, on one rank."""
+    """The state of the training on one rank."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, wire: Wire) -> None:
         self.options, self.wire = options, wire
         self.steps, self.elapsed, self.accuracy, self.interface_bytes = 0, 0.0, 0.0, 0
         self.reached: dict[str, float] = {}  # seconds and steps to the target
-        self.late = [0.0, 0.0, 0.0]  # number, sum and maximum of async's staleness
-        self.store: ParameterServer | SharedMemory | None = None  # of async and hogwild
+        self.late = [0.0, 0.0, 0.0]  # async's staleness: count, sum and maximum
+        self.store: ParameterServer | SharedMemory | None = None  # for async and hogwild
         self.checkpoints: Checkpoints | None = None
-        # All ranks begin with the same parameters, but those of an ensemble have to differ.
+        # All ranks start with the same parameters, except those of an ensemble, which must differ.
         torch.manual_seed(options.seed + (1000 * wire.rank if options.method == "ensemble" else 0))
         width = options.width
         self.model = nn.Sequential(
@@ -82,13 +82,13 @@ class Training:
             nn.Linear(width, 10),
         ).to(device)
         self.vector = parameters_to_vector(self.model.parameters()).detach()
-        torch.manual_seed(1000 * options.seed + wire.rank)  # for what ranks round by chance
+        torch.manual_seed(1000 * options.seed + wire.rank)  # for stochastic rounding
         shapes = [one.shape for one in self.model.parameters()]
         self.memory = Memory(shapes, options.seed, options.staleness, options.rounding)
         if options.method == "easgd":
             self.memory.tensors["centre"] = self.vector.clone()
         mine = self.vector.clone()
-        if options.method == "ps":  # this rank owns an equal part, the last one filled up
+        if options.method == "ps":  # this rank owns an equal part; the last is padded
             part = -(-len(mine) // wire.ranks)
             mine = nn.functional.pad(mine, (0, part * wire.ranks - len(mine)))
             mine = mine[wire.rank * part :][:part].clone()
@@ -116,21 +116,21 @@ class Training:
         return loss.detach()
 
     def drain(self) -> None:
-        """Wait for what is under way, which is applied as late as without this wait."""
+        """Wait for what is in flight; it is still applied as late as without this wait."""
         for _, work in self.memory.queue:
             self.wire.wait(work)
         if self.options.method in FREE:
             self.wire.meet()
 
     def newest(self) -> Tensor:
-        """Return the parameters that are evaluated."""
+        """Return the parameters to evaluate."""
         return self.store.newest() if self.store else self.memory.tensors.get("centre", self.vector)
 
     def evaluate(self, images: Tensor, labels: Tensor) -> float:
-        """Return the accuracy on images, of which each rank takes a part; an ensemble takes all."""
+        """Return the accuracy on images; each rank takes a part, in an ensemble all images."""
         vector_to_parameters(self.newest(), self.model.parameters())
         mine = slice(self.wire.rank, None, self.wire.ranks)
-        with torch.no_grad():  # the collectives are not counted: they belong to no method
+        with torch.no_grad():  # evaluation is not counted as communication
             if self.options.method == "ensemble":
                 guesses = self.model(images).softmax(1)
                 dist.all_reduce(guesses)
@@ -140,10 +140,10 @@ class Training:
         return float(right) / len(labels)
 
     def save(self) -> None:
-        """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
+        """Write a checkpoint with each rank's own parameters, errors and old gradients."""
         if self.checkpoints is None:
             return
-        # The queue is drained: an all-reduce under way would write into its tensor.
+        # The queue is drained: an all-reduce in flight would write into its tensor.
         own = {
             "memory": self.memory.tensors,
             "queue": [gradient for gradient, _ in self.memory.queue],
@@ -172,13 +172,13 @@ class Training:
         self.vector = self.vector.to(device)
         if self.options.method in ASYNCHRONOUS:
             self.mine.data.copy_(self.vector)
-        elif self.options.method != "ps":  # ranks of localsgd differ
+        elif self.options.method != "ps":  # ranks differ, for example with localsgd
             self.vector = self.mine.detach().clone()
         for name, value in zip(COUNTED, found.state["wire"]):  # noqa: B905 - Python 3.9
             setattr(self.wire, name, value)
 
     def start(self) -> None:
-        """Begin to share the parameters, if the method does it."""
+        """Start sharing the parameters, if the method does that."""
         mine = self.mine, self.optimizer, self.wire
         if self.options.method in ASYNCHRONOUS:
             is_async = self.options.method == "async"
@@ -186,7 +186,7 @@ class Training:
 
 
 class Data:
-    """scikit-learn's digits: every fifth is for testing, every tenth of the others to validate."""
+    """scikit-learn's digits: every fifth for testing, every tenth of the others for validation."""
 
     def __init__(self, options: argparse.Namespace, wire: Wire, device: torch.device) -> None:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second
@@ -206,7 +206,7 @@ class Data:
             raise JobError(f"--batch-size {options.batch_size}: {reason}")
 
     def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of a step's batch: the order follows from seed and epoch."""
+        """Return this rank's part of a step's batch; the order depends on seed and epoch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         random = torch.Generator().manual_seed(1000 * self.seed + epoch)
         order = torch.randperm(len(self.labels), generator=random)
@@ -238,18 +238,18 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
                 with record_function("hpml.data"):
                     batch = data.batch_of(training.steps)
                 loss = training.step(*batch)
-                # A GPU still computes when the step returns: without this the next step would pay
-                # for it.
+                # A GPU still computes when the step returns: without this, the next step would be
+                # charged for it.
                 synchronize()
             tracer.step()
             is_evaluated = training.steps % options.eval_every == 0 or training.steps == total
             is_saved = training.steps % options.checkpoint_every == 0
             if options.method not in FREE or is_evaluated:
-                asked = time.perf_counter()  # the exchange comes behind what `stale` still sends
+                asked = time.perf_counter()  # the exchange waits for what `stale` still sends
                 stop = bool(agreement.exchange(channel.stop_requested()))
                 wire.seconds += time.perf_counter() - asked
             if is_evaluated or is_saved or stop:
-                training.drain()  # else `stale` would communicate while no clock runs
+                training.drain()  # otherwise `stale` would communicate off the clock
             took = time.perf_counter() - began
             training.elapsed += took
             training.interface_bytes += wire.interface_bytes() - sent
@@ -292,7 +292,7 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Train, and end with 0, or with 2 and a line with the reason."""
+    """Train, and exit with 0, or with 2 and a line with the reason."""
     hpml_job.run(train, parse(arguments))
 
 

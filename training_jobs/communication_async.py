@@ -1,4 +1,4 @@
-"""Methods of communication.py by which ranks have different parameters, or get them from a server.
+"""Methods of communication.py in which parameters differ between ranks or come from a server.
 
 | method | what happens | reference |
 |---|---|---|
@@ -8,11 +8,11 @@
 | ensemble | nothing is sent; the predictions are averaged | Dietterich 2000 |
 | ps | a server for each part of the parameters, on all ranks | Li et al. 2014 |
 | ps-central | a server for all of them, on rank 0 | |
-| ps-tree | a server, and a rank for each group that adds up its gradients | Gupta et al. 2016 |
+| ps-tree | a server, and a rank for each group that sums its gradients | Gupta et al. 2016 |
 | async | a server that answers each gradient at once | Dean et al. 2012 |
 | hogwild | all ranks of a node change the same memory, without locks | Niu et al. 2011 |
 
-The rank of a server trains as well.
+A rank with a server also trains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpml_checkpoint import Ranks
 from hpml_job import raise_together
 
 EVERY = 8  # steps between two averages of localsgd and easgd
-ELASTIC = 0.9  # part of the way to the mean that easgd's centre moves; a rank moves 1/n of it
+ELASTIC = 0.9  # fraction by which easgd's centre moves to the mean; a rank moves 1/n of it
 
 # --- before the optimizer: from this rank's gradient to the one that it applies
 
@@ -46,13 +46,13 @@ def own(gradient: Tensor, _: Wire, __: Memory) -> Tensor:
 
 
 def shard(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
-    """Return the average of this rank's part; parts are equally long, the last one filled up."""
+    """Return the average of this rank's part; all parts are equally long, the last is padded."""
     padded = nn.functional.pad(gradient, (0, -len(gradient) % wire.ranks))
     return wire.exchange(padded).reshape(wire.ranks, -1).mean(0)
 
 
 def gradient_to_server(*, tree: bool) -> Method:
-    """Average on rank 0; the others apply nothing, as they will get the parameters."""
+    """Average on rank 0; the others apply nothing, as they will receive the parameters."""
 
     def average(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
         for first, *others in _levels(wire, tree=tree):
@@ -69,11 +69,11 @@ def gradient_to_server(*, tree: bool) -> Method:
 
 
 def _levels(wire: Wire, *, tree: bool) -> list[list[int]]:
-    """Return the groups of ranks in which this rank is, from the leaves to the root."""
+    """Return the groups that contain this rank, from the leaves to the root."""
     every = list(range(wire.ranks))
     if not tree:
         return [every]
-    # The ranks of a node are a group; on one node, as many groups as ranks in each.
+    # The ranks of a node form a group; on a single node, sqrt(n) groups of sqrt(n) ranks.
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = on_node if 1 < on_node < wire.ranks else math.ceil(math.sqrt(wire.ranks))
     first = wire.rank - wire.rank % size
@@ -81,21 +81,21 @@ def _levels(wire: Wire, *, tree: bool) -> list[list[int]]:
     return [level for level in levels if wire.rank in level]
 
 
-# --- after it: from this rank's parameters to those of its next step
+# --- after the optimizer: from this rank's parameters to those of its next step
 
 
 def keep(parameters: Tensor, _: Wire, __: Memory) -> Tensor:
-    """Return the parameters as they are."""
+    """Return the parameters unchanged."""
     return parameters
 
 
 def whole(part: Tensor, wire: Wire, _: Memory) -> Tensor:
-    """Return all parts."""
+    """Return all parts, concatenated."""
     return wire.all_gather(part)
 
 
 def parameters_of_server(*, tree: bool) -> Method:
-    """Return those of rank 0."""
+    """Return the parameters of rank 0."""
 
     def get(parameters: Tensor, wire: Wire, _: Memory) -> Tensor:
         for first, *others in reversed(_levels(wire, tree=tree)):
@@ -110,16 +110,16 @@ def parameters_of_server(*, tree: bool) -> Method:
 
 
 def local(parameters: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Average now and then."""
+    """Average every few steps."""
     if memory.step % EVERY:
         return parameters
     return allreduce(parameters.clone(), wire, memory)
 
 
 def elastic(parameters: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Move towards the centre now and then, and the centre towards the mean of all ranks.
+    """Move towards the centre every few steps, and the centre towards the mean of all ranks.
 
-    All ranks have the same centre. Evaluations use it.
+    All ranks have the same centre, which is evaluated.
     """
     centre = memory.tensors["centre"]
     if memory.step % EVERY:
@@ -130,7 +130,7 @@ def elastic(parameters: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
 
 def gossip(parameters: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Average with a partner; of an odd number of ranks one has none."""
+    """Average with a partner; with an odd number of ranks, one has none."""
     random = torch.Generator().manual_seed(1_000_000 * memory.seed + memory.step)
     order = torch.randperm(wire.ranks, generator=random).tolist()  # the same on all ranks
     place = order.index(wire.rank) ^ 1
@@ -150,14 +150,14 @@ METHODS: dict[str, tuple[Method, Method]] = {
     "ps-tree": (gradient_to_server(tree=True), parameters_of_server(tree=True)),
 }
 
-# --- without steps that all ranks take together
+# --- asynchronous: ranks do not take steps together
 
 
 class ParameterServer:
-    """Parameters on rank 0, which a thread for each other rank updates by gradients.
+    """Parameters on rank 0, with one thread per other rank that applies its gradients.
 
-    The answer to a gradient is the newest parameters. A gradient is late by the updates since its
-    parameters were sent, and is divided by 1 more than this number (Zhang et al. 2016).
+    A gradient is answered with the newest parameters. Its staleness is the number of updates since
+    its parameters were sent; it is divided by that number plus 1 (Zhang et al. 2016).
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class ParameterServer:
         """Start the threads.
 
         Args:
-            parameters: that the optimizer of rank 0 updates.
-            optimizer: of these parameters.
+            parameters: parameters that rank 0's optimizer updates.
+            optimizer: optimizer of these parameters.
             wire: counts what is sent.
             late: number of updates, sum and maximum of their staleness; counted on rank 0.
         """
@@ -184,7 +184,7 @@ class ParameterServer:
             thread.start()
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """Bring in this rank's gradient; return the newest parameters."""
+        """Apply this rank's gradient; return the newest parameters."""
         if self._wire.rank == 0:
             vector, self._seen = self._update(gradient, self._seen)
             return vector
@@ -192,13 +192,13 @@ class ParameterServer:
         began = time.perf_counter()
         dist.send(message, 0, self._group)
         dist.recv(message, 0, self._group)
-        self._wire.count(message.nbytes, 2, 2 * message.nbytes)  # the answer follows the message
+        self._wire.count(message.nbytes, 2, 2 * message.nbytes)  # message and answer
         self._wire.seconds += time.perf_counter() - began
         self._seen = int(message[:2].view(torch.int64))
         return message[2:].to(gradient.device)
 
     def newest(self) -> Tensor:
-        """Return the server's parameters, when no rank is sending."""
+        """Return the server's parameters while no rank is sending."""
         vector = self._parameters.detach().clone()
         dist.broadcast(vector, 0)
         return vector
@@ -219,7 +219,7 @@ class ParameterServer:
                 return
             vector, updates = self._update(message[2:].to(self._parameters.device), seen)
             dist.send(_with_number(updates, vector), worker, self._group)
-            with self._lock:  # of all workers, the latencies are waited for at the same time
+            with self._lock:  # the latencies of all workers overlap
                 both = 2 * message.nbytes
                 self._wire.count(message.nbytes, 2 / len(self._threads), both)
 
@@ -240,10 +240,10 @@ def _with_number(number: int, vector: Tensor) -> Tensor:
 
 
 class SharedMemory:
-    """Parameters in the memory of a node, to which all ranks add their updates without a lock.
+    """Parameters in shared memory of a node, to which all ranks add their updates without a lock.
 
-    An update may be lost when two ranks write the same number at the same time. Each rank has its
-    own momentum, and moves 1/n of what it would move alone.
+    An update may be lost if two ranks write the same number at the same time. Each rank has its
+    own momentum, and its updates are 1/n of those of a single rank.
     """
 
     def __init__(self, parameters: nn.Parameter, optimizer: Optimizer, wire: Wire) -> None:
@@ -270,11 +270,11 @@ class SharedMemory:
             problem = f"rank {wire.rank} does not see {name}: do ranks run in own containers?"
         ranks.gather(None)
         if wire.rank == 0:
-            os.unlink(name)  # so nothing is left behind, whatever ends the ranks
+            os.unlink(name)  # leaves nothing behind, however the ranks end
         raise_together(ranks, problem and f"--method hogwild: {problem}")
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """Add this rank's update; return the parameters, into which others write meanwhile."""
+        """Add this rank's update; return the parameters, which others modify meanwhile."""
         before = self._parameters.detach().clone()
         self._parameters.grad = gradient / self._ranks
         self._optimizer.step()
@@ -287,8 +287,8 @@ class SharedMemory:
         return self._shared.to(self._parameters.device, copy=True)
 
     def end(self) -> None:
-        """Do nothing: the memory is free when the last rank has ended."""
+        """Do nothing: the memory is freed when the last rank has ended."""
 
 
 ASYNCHRONOUS = ("async", "hogwild")
-FREE = (*ASYNCHRONOUS, "ensemble")  # their ranks meet at evaluations and checkpoints only
+FREE = (*ASYNCHRONOUS, "ensemble")  # ranks synchronize only at evaluations and checkpoints

@@ -1,4 +1,4 @@
-"""The methods that communication.py compares: from a rank's gradient to the one that it applies.
+"""Methods of communication.py that turn a rank's gradient into the one that it applies.
 
 | method | what is sent | reference |
 |---|---|---|
@@ -6,13 +6,13 @@
 | fp16, bf16 | the gradient in half precision | |
 | powersgd | two thin factors of each matrix, with error feedback | Vogels et al. 2019 |
 | int8 | the gradient in 8 bits with one scale, with error feedback | Dettmers 2016 |
-| ternary | -1, 0 or 1 by chance and a scale for each layer | Wen et al. 2017 (TernGrad) |
+| ternary | -1, 0 or 1 at random, and a scale for each layer | Wen et al. 2017 (TernGrad) |
 | onebit | signs and two means for each row, with error feedback | Seide et al. 2014 |
 | topk | the largest hundredth of the gradient, with error feedback | Stich et al. 2018 |
-| sparse | the same entries, added on the way | Renggli et al. 2019 (SparCML) |
-| stale | the gradient; it is applied some steps later, and nobody waits | Ho et al. 2013 |
+| sparse | the same entries, summed along the way | Renggli et al. 2019 (SparCML) |
+| stale | the gradient; it is applied some steps later without waiting | Ho et al. 2013 |
 
-Those that exchange parameters are in communication_async.py.
+Methods that exchange parameters are in communication_async.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor, nn
 
 from communication_wire import Memory, Method, Wire
 
-TOP = 0.01  # of the gradient that topk and sparse send
-RANK_OF_FACTORS = 2  # of powersgd
-CLIP = 2.5  # standard deviations of a layer's gradient that ternary cuts off
+TOP = 0.01  # fraction of the gradient that topk and sparse send
+RANK_OF_FACTORS = 2  # rank of powersgd's factors
+CLIP = 2.5  # ternary clips at this many standard deviations of a layer's gradient
 
 # --- the methods: from this rank's gradient to the one that it applies
 
 
 def allreduce(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
-    """Average the gradient as it is."""
+    """Average the gradient unchanged."""
     wire.all_reduce(gradient)
     return gradient / wire.ranks
 
 
 def half(kind: torch.dtype) -> Method:
-    """Average in half precision; divided before, so that the sum does not overflow."""
+    """Average in half precision; divide first, so that the sum does not overflow."""
 
     def average(gradient: Tensor, wire: Wire, _: Memory) -> Tensor:
         small = (gradient / wire.ranks).to(kind)
@@ -50,9 +50,9 @@ def half(kind: torch.dtype) -> Method:
 
 
 def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send 8 bits of each number; the rounding error is added to the next gradient.
+    """Send 8 bits per number; the rounding error is added to the next gradient.
 
-    Stochastic rounding is right on average: it needs no error feedback, and no memory for it.
+    Stochastic rounding is correct on average: it needs no error feedback, and no memory for it.
     """
     wanted = gradient + memory.tensors.get("error", 0)
     # Never 0, or a gradient of zeros would become NaN.
@@ -62,14 +62,14 @@ def int8(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     else:
         rounded = (wanted / scale).round().to(torch.int8)
         memory.tensors["error"] = wanted - rounded.float() * scale
-    # Not an all-reduce: numbers with different scales cannot be added, and sums do not fit into 8
-    # bits.
+    # Not an all-reduce: numbers with different scales cannot be added, and sums do not fit into
+    # 8 bits.
     scales, numbers = wire.all_gather(scale), wire.all_gather(rounded)
     return (numbers.reshape(wire.ranks, -1).float() * scales[:, None]).mean(0)
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Put small numbers into bytes, 8 / bits into each one."""
+    """Pack small numbers into bytes, 8 / bits per byte."""
     per_byte = 8 // bits
     padded = nn.functional.pad(numbers.to(torch.uint8), (0, -len(numbers) % per_byte))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers.device)
@@ -77,16 +77,16 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """Return the numbers that `pack` put into bytes."""
+    """Return the numbers that `pack` packed."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     numbers: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
     return numbers.reshape(-1)[:length]
 
 
 def onebit(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send the signs, and for each row of a matrix the means of what is positive and negative."""
+    """Send the signs, and for each matrix row the means of its positive and negative entries."""
     wanted = gradient + memory.tensors.get("error", 0)
-    # A row are the weights of one neuron: neurons differ too much for one mean. Biases are a row.
+    # A row holds the weights of one neuron: neurons differ too much for one mean. Biases are a row.
     lengths = [
         length
         for shape in memory.shapes
@@ -106,9 +106,9 @@ def onebit(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
 
 def ternary(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Send s, 0 or -s, with s the largest of the layer, so that the mean is right.
+    """Send s, 0 or -s, with s the largest entry of the layer, such that the mean is right.
 
-    Outliers are cut off before, or s would be large and all others nearly always 0.
+    Outliers are clipped first; otherwise s would be large and nearly all entries 0.
     """
     sizes = memory.sizes()
     parts = [
@@ -143,11 +143,11 @@ def _average(
 
 
 def _choose(gradient: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Return the places and values of the largest numbers, and keep the others."""
+    """Return the places and values of the largest numbers, and keep the others for later."""
     wanted = gradient + memory.tensors.get("error", 0)
     places = wanted.abs().topk(max(1, int(TOP * len(wanted)))).indices
-    # Error feedback: a small entry adds up here until it is large enough to be sent. If it were
-    # dropped, its parameter would never be trained.
+    # Error feedback: a small entry accumulates here until it is large enough to be sent. Without
+    # it, its parameter would never be trained.
     memory.tensors["error"] = wanted.index_fill(0, places, 0.0)
     return places, wanted[places]
 
@@ -155,22 +155,22 @@ def _choose(gradient: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
 def topk(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
     """Send the largest numbers and their places; the others are added to the next gradient."""
     places, sent = _choose(gradient, memory)
-    # Each rank has other places: all are gathered. 32 bits for a place halve what it costs.
+    # Ranks choose different places, so gather all of them. 32-bit places halve their cost.
     all_places, all_sent = wire.all_gather(places.int()), wire.all_gather(sent)
     total = torch.zeros_like(gradient).index_add_(0, all_places.long(), all_sent)
     return total / wire.ranks
 
 
 def sparse(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Sum the largest numbers on the way: what several ranks chose is sent on once."""
+    """Sum the largest numbers along the way: places that several ranks chose are sent once."""
     places, sent = _choose(gradient, memory)
     return sparse_sum(torch.zeros_like(gradient).index_copy_(0, places, sent), wire) / wire.ranks
 
 
 def sparse_sum(total: Tensor, wire: Wire) -> Tensor:
-    """Add vectors that are mostly 0, in place: each rank with one, then with pairs, fours, ….
+    """Add mostly zero vectors in place: first between pairs of ranks, then pairs of pairs, ….
 
-    Ranks above a power of two leave their vector to another rank, and get the sum from it.
+    Ranks above a power of two give their vector to another rank, and receive the sum from it.
     """
     power = 2 ** int(math.log2(wire.ranks))
     helper, empty = wire.rank ^ power, total[:0]
@@ -189,7 +189,7 @@ def sparse_sum(total: Tensor, wire: Wire) -> Tensor:
 
 
 def _trade(part: Tensor, partner: int, length: int, wire: Wire) -> Tensor:
-    """Send a part of a vector, and return one of a length; as places and values if it is less."""
+    """Swap parts of a vector with a partner; sent as places and values if that is shorter."""
     places = part.nonzero().squeeze(1)
     message = torch.cat([places.int(), part[places].view(torch.int32)])
     if len(message) >= len(part):
@@ -203,7 +203,7 @@ def _trade(part: Tensor, partner: int, length: int, wire: Wire) -> Tensor:
 
 
 def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
-    """Approximate each matrix M by P Q^T: one step of power iteration, with the last Q."""
+    """Approximate each matrix M by P Q^T: one power iteration, starting with the last Q."""
     wanted = gradient + memory.tensors.get("error", 0)
     answer, place = torch.empty_like(wanted), 0
     for number, shape in enumerate(memory.shapes):
@@ -215,8 +215,8 @@ def powersgd(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
             random = torch.Generator().manual_seed(number)  # the same on all ranks
             first = torch.randn(shape[1], RANK_OF_FACTORS, generator=random).to(part.device)
             left = allreduce(matrix @ memory.tensors.get(key, first), wire, memory)
-            # Averaged before it is made orthonormal: so all ranks project on the same basis, and
-            # the second factor may be averaged too.
+            # Average before orthonormalizing: then all ranks project onto the same basis, and the
+            # second factor may be averaged as well.
             left = torch.linalg.qr(left).Q
             memory.tensors[key] = allreduce(matrix.T @ left, wire, memory)
             average = (left @ memory.tensors[key].T).reshape(-1)
@@ -231,7 +231,7 @@ def stale(gradient: Tensor, wire: Wire, memory: Memory) -> Tensor:
 
     It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
     """
-    # From here on the all-reduce writes into this tensor, until `wait` returns.
+    # The all-reduce writes into this tensor until `wait` returns.
     memory.queue.append((gradient, wire.all_reduce(gradient, wait=False)))
     if len(memory.queue) <= memory.staleness:
         return torch.zeros_like(gradient)

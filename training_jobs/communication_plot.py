@@ -4,10 +4,10 @@
     hpml sweep report last --json > report.json
     python communication_plot.py methods.png report.json
 
-RESULTS are directories with result.json files, at any depth, or such a report. To the right a
-method uses the hardware better, to the top each step is worth more; on a dashed line the product is
-the same: the seconds to the target. Only numbers of ranks and bandwidths compare that are equal, so
-each has its own plot. Needs matplotlib (`pip install matplotlib`).
+RESULTS are directories with result.json files, at any depth, or such a report. Further right, a
+method uses the hardware better; further up, each step is worth more; along a dashed line the
+product is the same: the seconds to the target. Only equal numbers of ranks and bandwidths can be
+compared, so each has its own plot. Needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-Place = tuple[int, float]  # ranks, and the Mbit/s of each rank's link; 0 if it was not limited
+Place = tuple[int, float]  # ranks, and Mbit/s of each rank's link; 0 if unlimited
 Point = tuple[float, float]  # steps to the target, and seconds
 
 
@@ -53,7 +53,7 @@ def _runs(path: Path) -> Iterator[tuple[int, float | None, str, float, float]]:
 
 
 def draw(places: dict[Place, dict[str, Point]], picture: Path) -> None:
-    """Write a picture; its suffix sets the format."""
+    """Write a picture; its suffix determines the format."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415 - as above
 
@@ -77,7 +77,8 @@ def draw(places: dict[Place, dict[str, Point]], picture: Path) -> None:
         by_rate = sorted(methods.items(), key=lambda one: one[1][0] / one[1][1])
         for number, (method, (steps, seconds)) in enumerate(by_rate):
             axes.plot(steps / seconds, steps, "o", markersize=5)
-            # Methods that need the same steps stand in a row: names go up and down in turn.
+            # Methods that need the same number of steps are in one row: alternate names up and
+            # down.
             turn = 40 if number % 2 else -40
             align = {"va": "center", "ha": "left", "rotation_mode": "anchor", "rotation": turn}
             axes.text(steps / seconds, steps, f"  {method}", fontsize=8, **align)

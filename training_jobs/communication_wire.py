@@ -1,10 +1,10 @@
-"""What communication.py's methods send by: collectives and messages that are counted and timed.
+"""How communication.py's methods send: collectives and messages that are counted and timed.
 
-`Wire` counts what a rank sends, and the time in which it waits for it. It predicts that time, too:
-an all-reduce of m bytes by n ranks takes 2 L log2(n) + 2 m G (n - 1) / n seconds, with the latency
-L of a message and the time G of a byte; an all-gather or an exchange has half the latencies. A
+`Wire` counts what a rank sends, and how long it waits for it. It also predicts that time: an
+all-reduce of m bytes by n ranks takes 2 L log2(n) + 2 m G (n - 1) / n seconds, with the latency
+L of a message and the time G per byte; an all-gather or an exchange has half the latencies. A
 message takes L + m G. A rank that sends to several ranks, or receives from them, does so one byte
-after the other: so a central server of n ranks takes 2 L + 2 (n - 1) m G for a step.
+after another: so a central server of n ranks takes 2 L + 2 (n - 1) m G per step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def synchronize() -> None:
 
 
 class Wire:
-    """The collectives, with the bytes that this rank sends and the seconds in which it waits.
+    """The collectives, with the bytes that this rank sends and the seconds that it waits.
 
-    The formulas are those of ring algorithms on n ranks: an all-reduce of P bytes sends
-    2 P (n - 1) / n per rank, an all-gather of P bytes per rank P (n - 1), and an exchange of all
-    with all P (n - 1) / n.
+    The formulas are those of ring algorithms on n ranks: per rank, an all-reduce of P bytes sends
+    2 P (n - 1) / n, an all-gather of P bytes per rank P (n - 1), and an exchange of all with all
+    P (n - 1) / n.
 
     Attributes:
-        bytes_sent: by this rank.
-        busy_bytes: that its link is busy with: of each transfer the larger direction.
-        latencies: that it waited for, in sequence.
-        seconds: in which it waited.
+        bytes_sent: bytes sent by this rank.
+        busy_bytes: bytes that occupy its link: the larger direction of each transfer.
+        latencies: sequential latencies that it waited for.
+        seconds: time that it waited.
     """
 
     def __init__(self) -> None:
@@ -63,24 +63,24 @@ class Wire:
         return whole
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """Send the i-th part of a tensor to rank i; return the parts that this rank gets."""
+        """Send the i-th part of a tensor to rank i; return the parts that this rank receives."""
         self.count(tensor.nbytes * (self.ranks - 1) / self.ranks, math.log2(self.ranks))
         parts = tensor.clone()
         self._timed(lambda: dist.all_to_all_single(parts, tensor))
         return parts
 
     def send(self, sent: Tensor, to: Sequence[int], received: Sequence[tuple[int, Tensor]]) -> None:
-        """Send a tensor to some ranks, and at the same time fill tensors from others.
+        """Send a tensor to some ranks, and at the same time receive tensors from others.
 
         Args:
-            sent: the same for all.
+            sent: the tensor for all of them.
             to: ranks.
-            received: rank and tensor to fill; what it sends has to fit.
+            received: rank and tensor to fill; must have the size that the rank sends.
         """
         if not to and not received:
             return
         self.count(sent.nbytes * len(to), 1, sum(one.nbytes for _, one in received))
-        # Gloo sends from the host only.
+        # Gloo can only send from host memory.
         place = torch.device("cpu") if dist.get_backend() == "gloo" else sent.device
         message, filled = sent.to(place), [(peer, one.to(place)) for peer, one in received]
         calls = [dist.P2POp(dist.isend, message, peer) for peer in to]
@@ -90,12 +90,12 @@ class Wire:
             one.copy_(new)
 
     def swap(self, sent: Tensor, partner: int, length: int | None = None) -> Tensor:
-        """Send a tensor to a partner, who does the same; return what it sent.
+        """Send a tensor to a partner that does the same; return what it sent.
 
         Args:
             sent: one-dimensional.
             partner: rank.
-            length: of what it sends; None if this is not known: then lengths are sent before.
+            length: length of what it sends; None if unknown: then lengths are exchanged first.
         """
         if length is None:
             mine, theirs = torch.tensor([len(sent)], dtype=torch.int32), torch.zeros(1).int()
@@ -111,27 +111,27 @@ class Wire:
         self._timed(dist.barrier)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for an all-reduce that was started before."""
+        """Wait for an all-reduce that was started earlier."""
         if work is not None:
             self._timed(work.wait)
 
     def count(self, sent: float, latencies: float, received: float = 0.0) -> None:
-        """Add bytes, and latencies that are waited for in sequence."""
+        """Add bytes, and sequential latencies."""
         self.bytes_sent += sent
         self.busy_bytes += max(sent, received)
         self.latencies += latencies
 
     def interface_bytes(self) -> int:
-        """Return what this rank's interface has sent, with headers; 0 without one of its own."""
+        """Return what this rank's own interface has sent, including headers; 0 without one."""
         if "SHAPED_MBIT" not in os.environ:
             return 0
-        # Not /sys/class/net: it shows the interfaces of the namespace in which it was mounted.
+        # Not /sys/class/net, which shows the namespace in which it was mounted.
         with open("/proc/self/net/dev", encoding="ascii") as file:
             (line,) = (line for line in file if line.lstrip().startswith("eth0:"))
         return int(line.partition(":")[2].split()[8])
 
     def measure_latency(self, device: torch.device) -> float:
-        """Return the seconds of a latency, from all-reduces of one number."""
+        """Return the seconds of one latency, measured with all-reduces of a single number."""
         if self.ranks == 1:
             return 0.0
         number, times = torch.zeros(1, device=device), []
@@ -141,14 +141,14 @@ class Wire:
             dist.all_reduce(number)
             synchronize()
             times.append(time.perf_counter() - began)
-        return median(times[5:]) / (2 * math.log2(self.ranks))  # the first ones connect
+        return median(times[5:]) / (2 * math.log2(self.ranks))  # skip the first ones, which connect
 
     def predict(self, latency_seconds: float, bytes_per_second: float) -> float:
-        """Return the seconds of everything that was sent so far, by the model above."""
+        """Return the predicted seconds of everything sent so far, by the model above."""
         return self.latencies * latency_seconds + self.busy_bytes / bytes_per_second
 
     def _timed(self, call: Callable[[], T], *, wait: bool = True) -> T | None:
-        if not dist.is_initialized():  # alone
+        if not dist.is_initialized():  # a single process
             return None
         # What the GPU still computes is not communication.
         if wait:
@@ -163,18 +163,18 @@ class Wire:
 
 @dataclass
 class Memory:
-    """What the methods keep from step to step, and their settings."""
+    """State that methods keep between steps, and their settings."""
 
-    shapes: list[torch.Size]  # of the parameters
+    shapes: list[torch.Size]  # shapes of the parameters
     seed: int = 1
-    staleness: int = 2  # steps by which a gradient of `stale` is late
-    rounding: str = "nearest"  # of int8, or "stochastic"
-    step: int = 0  # from 1
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # errors, and factors of powersgd
-    queue: deque[tuple[Tensor, dist.Work | None]] = field(default_factory=deque)  # of stale
+    staleness: int = 2  # delay of `stale`'s gradients in steps
+    rounding: str = "nearest"  # rounding of int8, or "stochastic"
+    step: int = 0  # starts at 1
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # errors, and powersgd's factors
+    queue: deque[tuple[Tensor, dist.Work | None]] = field(default_factory=deque)  # for stale
 
     def sizes(self) -> list[int]:
-        """Return how many parameters each layer's weights and biases are."""
+        """Return the numbers of weights and biases of each layer."""
         return [shape.numel() for shape in self.shapes]
 
 

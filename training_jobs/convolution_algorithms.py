@@ -1,4 +1,4 @@
-"""Four algorithms of a convolution layer for convolutions.py, and what each costs.
+"""Four algorithms for a convolution layer, used by convolutions.py, and the cost of each.
 
 All take images (batch, channels, height, width) and filters (filters, channels, kernel, kernel),
 and return the layer's output with stride 1 and kernel // 2 zeros around the image.
@@ -24,7 +24,7 @@ IMAGE, FILTER, OUTPUT = (torch.kron(one, one) for one in (_B, _G, _A))
 
 
 def direct(images: Tensor, filters: Tensor, *, tries: bool = False) -> Tensor:
-    """Return PyTorch's own: oneDNN's, or on GPUs cuDNN's choice or the fastest that it tries."""
+    """Run PyTorch's own: oneDNN's; on GPUs cuDNN's choice or, with `tries`, the fastest found."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=tries, allow_tf32=False):
         return conv2d(images, filters, padding=filters.shape[-1] // 2)
 
@@ -38,15 +38,15 @@ def im2col(images: Tensor, filters: Tensor) -> Tensor:
 
 
 def fft_size(image: int, kernel: int) -> int:
-    """Return the length of a transform: not below the padded image, its primes 2, 3 and 5."""
+    """Return a transform's length: at least the padded image, with prime factors 2, 3 and 5."""
     size = image + 2 * (kernel // 2)
-    while 30**9 % size:  # up to 512 pixels these are all such numbers, then some
+    while 30**9 % size:  # finds all such numbers up to 512, some beyond
         size += 1
     return size
 
 
 def fft(images: Tensor, filters: Tensor) -> Tensor:
-    """Multiply in the frequency domain, where a convolution is a product of numbers."""
+    """Multiply in the frequency domain, where a convolution is an element-wise product."""
     image, kernel = images.shape[-1], filters.shape[-1]
     size, before = fft_size(image, kernel), kernel // 2
     padded = pad(images, (before, size - image - before) * 2)
@@ -61,7 +61,7 @@ def fft(images: Tensor, filters: Tensor) -> Tensor:
 def winograd(images: Tensor, filters: Tensor) -> Tensor:
     """Transform tiles of 4x4 pixels, so that 16 multiplications give 4 outputs instead of 36."""
     (count, channels, image, _), kinds = images.shape, len(filters)
-    side = -(-image // 2)  # tiles in a row
+    side = -(-image // 2)  # tiles per row
     tiles = unfold(pad(images, (1, 2 * side - image + 1) * 2), 4, stride=2)
     tiles = tiles.view(count, channels, 16, side * side)
     inputs = torch.einsum("ab,ncbt->acnt", IMAGE.to(images), tiles).reshape(16, channels, -1)
@@ -77,12 +77,12 @@ ALGORITHMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "im2col": im2col,
     "fft": fft,
     "winograd": winograd,
-    "benchmark": partial(direct, tries=True),  # torch.backends.cudnn.benchmark, on GPUs only
+    "benchmark": partial(direct, tries=True),  # torch.backends.cudnn.benchmark, only on GPUs
 }
 
 
 def costs(name: str, batch: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Return the multiplications of an algorithm, and the bytes of all tensors that it makes."""
+    """Return the multiplications of an algorithm, and the bytes of all tensors that it creates."""
     channels, kinds, kernel, image = (
         getattr(options, one) for one in ("channels", "filters", "kernel", "image")
     )

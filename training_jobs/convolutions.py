@@ -1,11 +1,11 @@
-"""Time four algorithms of a convolution layer; divide its batch so that workspace stays in a limit.
+"""Time four algorithms of a convolution layer; split its batch to keep workspace within a limit.
 
     python convolutions.py --batch-size 64 --channels 16 --filters 32 --image 28
     python convolutions.py --batch-size 64 --algorithms im2col,fft,winograd --workspace-mb 8
 
-The outputs are compared with the direct one's. Workspace is what an algorithm allocates besides
-its output. --workspace-mb divides the batch into micro-batches, each with its own algorithm, so
-that the sum of the measured times is least (Oyama et al. 2018). It needs convolution_algorithms.py.
+All outputs are compared with the direct algorithm's. Workspace is what an algorithm allocates
+besides its output. --workspace-mb splits the batch into micro-batches, each with its own algorithm,
+to minimize the sum of the measured times (Oyama et al. 2018). Needs convolution_algorithms.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hpml_checkpoint import Ranks
 from hpml_job import JobError, say
 from hpml_profile import trace_steps
 
-Row = dict[str, Any]  # of the table
-NUMBERS = {  # options that are numbers: default, least, help
+Row = dict[str, Any]  # a row of the table
+NUMBERS = {  # numeric options: default, minimum, help
     "batch-size": (32, 1, "images of the largest batch"),
     "channels": (16, 1, "of the input"),
     "filters": (32, 1, "channels of the output"),
@@ -45,13 +45,13 @@ NUMBERS = {  # options that are numbers: default, least, help
     "warm-up-steps": (3, 0, "first runs, which are left out"),
     "seed": (1, 0, "of images and filters"),
 }
-TOLERANCE = 1e-4  # of the difference to direct, as a part of the largest output
+TOLERANCE = 1e-4  # difference to direct, relative to the largest output
 MIB = 1 << 20
-Plan = list[tuple[int, str]]  # micro-batches with their algorithms
+Plan = list[tuple[int, str]]  # micro-batches and their algorithms
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     hpml_job.add_options(parser, NUMBERS, saves=False)
     text = f"some of {', '.join(ALGORITHMS)}, with commas; benchmark: cuDNN's, on GPUs"
@@ -76,8 +76,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(call: Callable[[], Tensor], device: torch.device) -> int:
-    """Return the most memory that a call has allocated at once, without its result."""
-    size = call().nbytes  # once before: libraries keep some buffers from then on
+    """Return the peak memory that a call allocates, without its result."""
+    size = call().nbytes  # warm up: libraries keep some buffers
     if device.type == "cuda":
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +85,7 @@ def peak_bytes(call: Callable[[], Tensor], device: torch.device) -> int:
         call()
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before - size
-    # PyTorch counts no CPU memory, but its profiler notes each allocation.
+    # PyTorch does not count CPU memory, but its profiler records each allocation.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         output = call()
     with tempfile.TemporaryDirectory() as directory:
@@ -103,7 +103,7 @@ def milliseconds_of(
     device: torch.device,
     traces: Path | None = None,
 ) -> dict[str, float]:
-    """Return the median time of each call, on the slowest rank; they take turns."""
+    """Return the median time of each call, on the slowest rank; the calls take turns."""
     ranks, took = Ranks(), {name: list[float]() for name in calls}
     with trace_steps(traces, ranks.rank, after=options.warm_up_steps) as tracer:
         for _ in range(options.warm_up_steps + options.repeats):
@@ -121,13 +121,13 @@ def milliseconds_of(
 
 
 def divide(batch: int, fastest: Mapping[int, tuple[float, str]]) -> tuple[float, Plan]:
-    """Return the least total time of micro-batches that add up to a batch, and these.
+    """Return the fastest micro-batches that add up to a batch: total time, and the plan.
 
     Args:
-        batch: images.
-        fastest: by micro-batch the time and the name of the fastest algorithm within the limit.
+        batch: number of images.
+        fastest: by micro-batch size, time and name of the fastest algorithm within the limit.
     """
-    best: list[tuple[float, Plan]] = [(0.0, [])]  # by images
+    best: list[tuple[float, Plan]] = [(0.0, [])]  # by number of images
     for count in range(1, batch + 1):
         before = [(best[count - size], size) for size in fastest if size <= count]
         ends = [(time + fastest[n][0], [*plan, (n, fastest[n][1])]) for (time, plan), n in before]
@@ -136,14 +136,14 @@ def divide(batch: int, fastest: Mapping[int, tuple[float, str]]) -> tuple[float,
 
 
 def run_plan(plan: Plan, images: Tensor, filters: Tensor) -> Tensor:
-    """Compute a batch in micro-batches: each frees its workspace for the next one."""
+    """Compute a batch in micro-batches: each frees its workspace for the next."""
     parts = images.split([size for size, _ in plan])
     done = [ALGORITHMS[name](part, filters) for part, (_, name) in zip(parts, plan)]  # noqa: B905
     return torch.cat(done) if len(done) > 1 else done[0]
 
 
 def error_of(output: Tensor, expected: Tensor, name: str) -> float:
-    """Return the largest difference, as a part of the largest output; too large is an error."""
+    """Return the largest difference relative to the largest output; raises if it is too large."""
     error = float((output - expected).abs().max() / expected.abs().max())
     if not error <= TOLERANCE:
         raise JobError(f"{name} differs from direct by {error:.1e}, more than {TOLERANCE:.0e}")
@@ -153,7 +153,7 @@ def error_of(output: Tensor, expected: Tensor, name: str) -> float:
 def measure_size(
     options: argparse.Namespace, images: Tensor, filters: Tensor, names: list[str]
 ) -> list[Row]:
-    """Return error, workspace and time of each algorithm for a batch."""
+    """Return error, workspace and time of each algorithm for one batch size."""
     calls = {name: partial(ALGORITHMS[name], images, filters) for name in names}
     expected, size, device = direct(images, filters), len(images), images.device
     errors = [error_of(call(), expected, name) for name, call in calls.items()]
@@ -169,7 +169,7 @@ def measure_size(
 
 
 def plan_of(rows: list[Row], options: argparse.Namespace, images: Tensor, filters: Tensor) -> Row:
-    """Return the fastest plan within the limit, its predicted time and its measured one."""
+    """Return the fastest plan within the limit, its predicted and its measured time."""
     batch, limit = len(images), options.workspace_mb * MIB
     slowest_first = sorted(rows, key=lambda row: -float(row["ms"]))
     fits = [row for row in slowest_first if row["workspace_bytes"] <= limit]
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace, channel: Channel, device: torch.device)
     images = torch.randn(batch, options.channels, options.image, options.image, device=device)
     shape = options.filters, options.channels, options.kernel, options.kernel
     filters = torch.randn(shape, device=device)
-    # A micro-batch is a power of two or the whole batch: all sizes would take too long to measure.
+    # Micro-batches are powers of two or the whole batch: measuring all sizes would take too long.
     sizes = sorted({batch, *(1 << power for power in range(batch.bit_length()))})
     rows: list[Row] = []
     channel.event("training", step=0, total_steps=len(sizes))
@@ -236,8 +236,8 @@ def measure(options: argparse.Namespace, channel: Channel, device: torch.device)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Measure, and end with 0, or with 2 and a line with the reason."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else a line for each start of the profiler
+    """Measure, and exit with 0, or with 2 and a line with the reason."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints a line per start
     hpml_job.run(measure, parse(arguments))
 
 

@@ -30,7 +30,7 @@ from hpml_profile import trace_steps
 from hpml_waits import measure_waits, settle_buckets
 from images_data import ImageData, Position, checkpoints_of
 
-NUMBERS = {  # options that are numbers: default, least, help
+NUMBERS = {  # numeric options: default, minimum, help
     "width": (16, 1, "channels of the model's first layer"),
     "size": (0, 0, "resize and crop images to N x N pixels; 0: all have that of the first one"),
     "train-images": (0, 0, "train with N images only, equally many of each class; 0: with all"),
@@ -52,13 +52,13 @@ NUMBERS = {  # options that are numbers: default, least, help
     "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
     "timeout-seconds": (600, 1, "how long a rank waits for others"),
 }
-PARTS = ["network", "optimizer", "scaler"]  # of a run, which a checkpoint has next to its position
-SHOWN = "model width optimizer augment seed amp target_accuracy".split()  # with the result
-STOP, FAIL = 1, 2  # what a rank can wish; the highest wish counts
+PARTS = ["network", "optimizer", "scaler"]  # saved in a checkpoint, like the position
+SHOWN = "model width optimizer augment seed amp target_accuracy".split()  # in the result
+STOP, FAIL = 1, 2  # requests of a rank; the highest one counts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description="Train on folders of images with DDP.")
     add = parser.add_argument
     hpml_job.add_options(parser, NUMBERS)
@@ -66,12 +66,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     images_data.add_options(parser)
     images_model.add_options(parser)
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision")
-    add("--channels-last", action="store_true", help="the memory format that tensor cores prefer")
-    add("--cudnn-benchmark", action="store_true", help="try cuDNN's algorithms, use the fastest")
+    add("--channels-last", action="store_true", help="use tensor cores' preferred memory format")
+    add("--cudnn-benchmark", action="store_true", help="use the fastest of cuDNN's algorithms")
     add("--compile", action="store_true", help="use torch.compile")
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
-    add("--stop-at-target", action="store_true", help="end when the target is reached")
-    add("--checkpoint-from", type=Path, metavar="DIR", help="start with another run's whole state")
+    add("--stop-at-target", action="store_true", help="stop after reaching the target")
+    add("--checkpoint-from", type=Path, metavar="DIR", help="start from another run's full state")
     options = parser.parse_args(arguments)
     hpml_job.check_numbers(parser, options, NUMBERS)
     if not 0 < (options.target_accuracy or 1 - options.stop_at_target) <= 1:
@@ -94,7 +94,7 @@ class Run:
         self.agreement, self.data = StopAgreement(ranks), ImageData(options, ranks, device)
         self.checkpoints = checkpoints_of(options, self.data, channel, ranks)
         self.at, self.steps_done, self.saved, self.started = Position(), 0, (0, 0), 0.0
-        self.loss_sum, self.sums = torch.zeros(()), torch.zeros(3)  # of an epoch
+        self.loss_sum, self.sums = torch.zeros(()), torch.zeros(3)  # sums of an epoch
         torch.manual_seed(options.seed)
         torch.backends.cudnn.benchmark = options.cudnn_benchmark
         sizes = self.data.shape, self.data.classes
@@ -110,7 +110,7 @@ class Run:
 
 
 def is_stopped(run: Run, *, at_once: bool = False) -> bool:
-    """Return whether the ranks stop; raise one's problem on all. All call it equally often."""
+    """Return whether the ranks stop; raise one's problem on all. All must call it equally often."""
     wish = run.agreement.exchange(FAIL if run.data.problem else run.channel.stop_requested())
     wish = max(wish, run.agreement.finish()) if at_once else wish
     if wish == FAIL:
@@ -130,7 +130,7 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
         run.model.require_backward_grad_sync = number == len(batches)  # average once, at the end
         with run.autocast():
             loss = nn.functional.cross_entropy(run.model(some), targets)
-        # The last part may be smaller: weighted, the parts add up to the mean of the whole batch.
+        # The last part may be smaller: the weighted parts add up to the mean of the whole batch.
         loss = loss * (len(targets) / len(labels))
         run.scaler.scale(loss).backward()
         total += loss.detach()
@@ -190,7 +190,7 @@ def evaluate(run: Run, part: str = "validation") -> bool:
     setattr(at, f"{part}_accuracy", accuracy)
     at.evaluation_seconds += (took := time.perf_counter() - began)
     run.channel.count(evaluation_seconds=took)
-    if part == "test":  # once, at the end: it must not decide how long to train
+    if part == "test":  # once, at the end: it must not influence how long to train
         return False
     if at.seconds_to_accuracy is None and accuracy >= (run.options.target_accuracy or 2):
         at.seconds_to_accuracy = time.perf_counter() - run.started
@@ -201,7 +201,7 @@ def evaluate(run: Run, part: str = "validation") -> bool:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint if there is a directory for it, unless this position is saved already."""
+    """Write a checkpoint if there is a directory for it and this position is not saved yet."""
     began, at = time.perf_counter(), run.at
     if run.checkpoints is not None and run.saved != (at.epochs, at.step):
         at.train_seconds, run.saved = began - run.started, (at.epochs, at.step)
@@ -211,7 +211,7 @@ def save(run: Run) -> None:
 
 
 def load(run: Run) -> None:
-    """Continue from the newest checkpoint; without one, start from what else was asked for."""
+    """Continue from the newest checkpoint; without one, start as the options say."""
     other, at = run.options.checkpoint_from, run.at
     found = run.checkpoints.load() if run.checkpoints else None
     if found:
@@ -228,7 +228,7 @@ def load(run: Run) -> None:
         raise JobError(f"--checkpoint-from {other}: there is no checkpoint")
     try:
         for name in PARTS:
-            if found.state[name]:  # only fp16 has something in its scaler
+            if found.state[name]:  # the scaler's state is empty except for fp16
                 getattr(run, name).load_state_dict(found.state[name])
     except (RuntimeError, ValueError, LookupError) as error:
         raise JobError(f"{found.path} has another model: --model or --width differs") from error
@@ -242,7 +242,7 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
     last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=at.step, total_steps=data.starts[-1])
-    run.started = time.perf_counter() - at.train_seconds  # one clock over all restarts
+    run.started = time.perf_counter() - at.train_seconds  # one clock across all restarts
     stopped = is_stopped(run, at_once=True)
     with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while not (stopped or at.epochs == last):
@@ -255,7 +255,7 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
             sums = zip(*ranks.gather((float(run.loss_sum), *run.sums.tolist())))  # noqa: B905
             loss, samples, took, waited = map(sum, sums)
             text = f"validation accuracy {at.validation_accuracy:.4f}" if is_due else "not measured"
-            if samples:  # else the attempt before had trained this epoch, but not evaluated it
+            if samples:  # otherwise an earlier attempt trained this epoch, but did not evaluate it
                 speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
                 text = f"loss {loss / samples:.4f}, {text}, {speed}"
             say(run.ranks, f"epoch {at.epochs}/{options.epochs}: {text}")
@@ -285,7 +285,7 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line on stderr."""
+    """Join the other ranks, train, and exit with 0, or with 2 and a line on stderr."""
     hpml_job.run(train, parse(arguments))
 
 

@@ -34,25 +34,25 @@ from hpml_waits import Waits
 from images_data import ImageData, checkpoints_of
 from images_model import learning_rate, make_model, make_optimizer
 
-NUMBERS = {  # options that are numbers; images and learning rate are those of one rank
+NUMBERS = {  # numeric options; images and learning rate are per rank
     "width": (16, 1, ""), "dropout": (0.2, 0, ""), "epochs": (12, 1, ""), "batch-size": (32, 1, ""),
     "lr": (0.0, 0, "0: usual"), "lr-warmup-epochs": (2, 0, ""), "weight-decay": (1e-4, 0, ""),
     "seed": (1, 0, ""), "workers": (1, 0, ""), "size": (0, 0, ""), "train-images": (0, 0, ""),
     "warm-up-steps": (20, 0, ""), "stop-after-epochs": (0, 0, ""), "timeout-seconds": (600, 1, ""),
 }  # fmt: skip
-TUNING = {"fusion-threshold-mb": 0.0, "cycle-time-ms": 0.01, "groups": 1}  # the least values
+TUNING = {"fusion-threshold-mb": 0.0, "cycle-time-ms": 0.01, "groups": 1}  # minimum values
 SHOWN = "model optimizer seed target_accuracy compression groups".split()
 SHOWN += ["fusion_threshold_mb", "cycle_time_ms"]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description="Train on folders of images with Horovod.")
     add = parser.add_argument
     add_options(parser, NUMBERS)
     for name, least in TUNING.items():
         add(f"--{name}", type=type(least), metavar="N", help="default: Horovod's own")
-    add("--compression", choices=("none", "fp16"), default="none", help="of gradients")
+    add("--compression", choices=("none", "fp16"), default="none", help="gradient compression")
     images_data.add_options(parser)
     images_model.add_options(parser)
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
@@ -74,7 +74,7 @@ def evaluate(
     network.eval()
     for images, labels in data.evaluation_batches(part):
         right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
-    raise_together(ranks, data.problem)  # a file that cannot be read
+    raise_together(ranks, data.problem)  # an unreadable file
     return sum(ranks.gather(right)) / data.images[part]
 
 
@@ -85,7 +85,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
     ranks.gather = partial(hvd.allgather_object, name="gather")
     ranks.highest = lambda *values: highest(torch.tensor(values, dtype=torch.float64)).tolist()
     data, target = ImageData(options, ranks, device), options.target_accuracy or 2
-    torch.manual_seed(options.seed + rank)  # all ranks get the weights of rank 0, below
+    torch.manual_seed(options.seed + rank)  # rank 0's weights are broadcast below
     network = make_model(options, data.shape, data.classes, device)
     torch.manual_seed(options.seed * 1_000_003 + rank)  # each rank has its own dropout
     how = {"compression": getattr(hvd.Compression, options.compression), "groups": options.groups}
@@ -101,7 +101,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
         say(ranks, f"resumed from {found.path}: {at.epochs} epochs, {at.step} steps are done")
     elif options.transfer:
         images_model.transfer(network, options.transfer, ranks)
-    # Not broadcast_optimizer_state: its step with gradients of zero moves weights by weight decay.
+    # Not broadcast_optimizer_state: its step with zero gradients changes weights by weight decay.
     optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0, name="optimizer"))
     hvd.broadcast_parameters(network.state_dict(), 0)
     last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
                     at.seconds_to_accuracy = time.perf_counter() - started
                 total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
                 text = f"validation accuracy {accuracy:.4f}"
-                if samples:  # else the attempt before had trained this epoch
+                if samples:  # otherwise an earlier attempt trained this epoch
                     at.samples_per_second = rate = size * samples / took
                     text = f"loss {total / samples:.4f}, {text}, {rate:.0f} samples/s"
                 say(ranks, f"epoch {at.epochs}/{options.epochs}: {text}")
@@ -165,13 +165,13 @@ def train(options: argparse.Namespace, device: torch.device, channel: Channel) -
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line on stderr."""
+    """Join the other ranks, train, and exit with 0, or with 2 and a line on stderr."""
     options, variables, status = parse(arguments), os.environ, 0
     if options.fusion_threshold_mb is not None:
         variables["HOROVOD_FUSION_THRESHOLD"] = str(round(options.fusion_threshold_mb * 2**20))
     if options.cycle_time_ms is not None:
         variables["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
-    # Without it Horovod only warns, and the ranks wait for a dead one until the time limit.
+    # Otherwise Horovod only warns, and the ranks wait for a dead one until the time limit.
     variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.timeout_seconds)
     channel = Channel.from_env()
     channel.event("rendezvous")
@@ -187,8 +187,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if hvd.rank() == 0:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
     channel.close()
-    hvd.allreduce(torch.zeros(1), op=hvd.Sum)  # the ranks meet a last time
-    hvd.shutdown()  # MPI_Finalize, too: without it mpirun takes a rank's end for a crash
+    hvd.allreduce(torch.zeros(1), op=hvd.Sum)  # final synchronization of all ranks
+    hvd.shutdown()  # calls MPI_Finalize: otherwise mpirun reports a crash
     os._exit(status)
 
 

@@ -1,7 +1,7 @@
 """Save and resume a training, and stop all of its ranks at the same step; copy this one file.
 
-Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
-raised on all. A checkpoint is a directory `step-00041200`, named when all of it is on the disk.
+Needs only PyTorch. All ranks make the same calls, after `init_process_group`; an error on one is
+raised on all. A checkpoint is a directory `step-00041200`, which gets its name once it is on disk.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ class Ranks:
 
 
 class StopAgreement:
-    """Exchanges the ranks' wishes four times a second; all ranks must call it equally often."""
+    """Exchanges the ranks' requests four times a second; all ranks must call it equally often."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks, self._wish = ranks or Ranks(), 0
         self._calls, self._every, self._began = 0, 1, time.perf_counter()
 
     def exchange(self, wish: int) -> int:
-        """Take this rank's wish (1: stop); return the highest of all ranks, 0 until it is known."""
-        # A wish between two exchanges must not get lost.
+        """Take this rank's request (1: stop); return the highest of all ranks, 0 until known."""
+        # A request between two exchanges must not get lost.
         self._wish, self._calls = max(self._wish, wish), self._calls + 1
         return self._agree(2 * self._every) if self._calls >= self._every else 0
 
     def finish(self) -> int:
-        """Return the highest wish of all ranks at once."""
+        """Exchange now, and return the highest request of all ranks."""
         return self._agree(1)
 
     def _agree(self, most: int) -> int:
         took = (time.perf_counter() - self._began) / max(1, self._calls)
         wish, seconds = self._ranks.highest(self._wish, took)
-        # All ranks know the slowest one's call, so they count the same number of calls: few, or
-        # steps that become slow would keep a stop waiting.
+        # All ranks use the slowest one's time per call, so they wait for the same number of calls.
+        # The number is limited, or steps that become slow would delay a stop.
         self._every = max(1, min(most, MOST_CALLS, round(EVERY_SECONDS / max(seconds, 1e-6))))
         self._wish, self._calls, self._began = 0, 0, time.perf_counter()
         return int(wish)
@@ -90,12 +90,12 @@ class StopAgreement:
 
 @dataclass
 class Checkpoint:
-    """A checkpoint that was read, with the state that was saved."""
+    """A checkpoint that was read, and the saved state."""
 
     path: Path
     step: int
     state: Any = None
-    random: Any = None  # the random states of all ranks
+    random: Any = None  # random states of all ranks
 
 
 @dataclass
@@ -104,22 +104,22 @@ class Checkpoints:
 
     directory: str | Path
     keep: int = 3
-    job: Mapping[str, object] | None = None  # a checkpoint with other settings is refused
-    channel: Channel | None = None  # gets the events `checkpoint` and `resumed`
-    ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
+    job: Mapping[str, object] | None = None  # checkpoints with other settings are refused
+    channel: Channel | None = None  # receives the events `checkpoint` and `resumed`
+    ranks: Ranks = field(default_factory=Ranks)  # replace those of torch.distributed
 
     def __post_init__(self) -> None:
         self._home = Path(self.directory)
 
     def save(self, state: object, *, step: int, sharded: dict[str, object] | None = None) -> None:
-        """Write a checkpoint; after a CheckpointError the earlier ones are still there.
+        """Write a checkpoint; after a CheckpointError the earlier ones still exist.
 
-        `state` has rank 0's tensors, numbers and text, in dicts and lists. `step` counts the
+        `state` contains rank 0's tensors, numbers and text, in dicts and lists. `step` counts the
         optimizer's steps over all restarts. Each rank writes its shards of `sharded`, a state dict.
         """
         began, path = time.perf_counter(), self._home / f"step-{step:08d}"
         aside, files = self._home / f".{path.name}.unfinished", {}
-        # What a killed save left behind would fill the disk.
+        # Leftovers of a killed save would fill the disk.
         self._clean_up()
         content = {"state": state, "random": self.ranks.gather(_random_states())}
         if sharded is not None:
@@ -133,10 +133,10 @@ class Checkpoints:
                 self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
 
     def load(self, sharded: dict[str, object] | None = None) -> Checkpoint | None:
-        """Return what `latest` returns, and restore the random states of this rank."""
+        """Return the result of `latest`, and restore this rank's random states."""
         if (found := self.latest(sharded)) is None:
             return None
-        # Random states belong to ranks: with another number of ranks they fit nobody.
+        # Random states belong to ranks: they are useless for another number of ranks.
         if len(found.random) == self.ranks.world_size:
             _restore(*found.random[self.ranks.rank])
         if self.channel is not None:
@@ -146,8 +146,8 @@ class Checkpoints:
     def latest(self, sharded: dict[str, object] | None = None) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None.
 
-        It fills the tensors of `sharded`. Damaged ones are skipped, with a line on stderr; if all
-        are damaged, or it is of another format or job, that is an error.
+        It fills the tensors of `sharded`. Damaged checkpoints are skipped with a line on stderr. If
+        all are damaged, or it has another format or job, that is an error.
         """
         listed = self._on_ranks(self._home, self._list)[0]
         for step, path in listed:
@@ -163,7 +163,7 @@ class Checkpoints:
         return None
 
     def _on_ranks(self, path: Path, action: Callable[[], T]) -> list[T]:
-        """Call a function on every rank, and return its answers; an error is raised on all."""
+        """Call a function on every rank, and return the results; an error is raised on all."""
         answer, problem = [], ""
         try:
             answer = [action()]
@@ -192,29 +192,30 @@ class Checkpoints:
             return 0
         aside.mkdir(parents=True, exist_ok=True)
         torch.save(content, aside / STATE)
-        # What cannot be loaded must fail now, not at the resume.
+        # If it cannot be loaded, fail now, not when resuming.
         torch.load(aside / STATE, map_location="cpu", weights_only=True, mmap=True)
         files[STATE] = _facts(aside / STATE)
         manifest = {"format": FORMAT, "job": self.job, "files": files}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        # Files before the name, and the name before anything old goes: whenever the node dies, what
-        # is named step-* is complete, and one such checkpoint is there.
+        # Sync files before the rename, and the rename before anything old is removed: whenever the
+        # node dies, step-* directories are complete, and at least one exists.
         for name in (*files, MANIFEST, *{os.path.dirname(name) for name in files}):
             _sync(aside / name)
-        if path.exists():  # damaged: else the training would have begun there
+        if path.exists():  # damaged: otherwise the training would have started there
             path.rename(f"{aside}.old")
         aside.rename(path)
         _sync(self._home)
-        listed, number = self._list(), int(path.name[5:])  # those of later steps are damaged, too
+        listed, number = self._list(), int(path.name[5:])  # later steps are also damaged
         for old in {*listed} - {*[one for one in listed if one[0] <= number][: self.keep]}:
-            # Deleting takes time: interrupted, it must not leave half a checkpoint under its name.
+            # Deleting takes time: if interrupted, it must not leave half a checkpoint under its
+            # name.
             old[1].rename(self._home / f".{old[1].name}.old")
         self._clean_up()
         return sum(size for size, _ in files.values())
 
     def _list(self) -> list[tuple[int, Path]]:
         self._home.mkdir(parents=True, exist_ok=True)
-        names = os.listdir(self._home)  # on every rank: NFS then asks the server again
+        names = os.listdir(self._home)  # on every rank: makes NFS ask the server again
         found = [re.fullmatch(r"step-(\d+)", name) for name in names]
         return sorted(((int(m[1]), self._home / m[0]) for m in found if m), reverse=True)
 

@@ -1,11 +1,11 @@
 """What the training scripts share: options, start, device, errors, the result and the end.
 
-    def train(options, channel, device): ...       # all ranks call it
+    def train(options, channel, device): ...       # called on all ranks
 
     def main(arguments=None):
         run(train, parse(arguments))
 
-A script that is copied needs this file next to it, and the other hpml_*.py.
+A script that you copy needs this file and the other hpml_*.py next to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Ranks
 
-Numbers = Mapping[str, tuple[float, float, str]]  # option: default, least value, help
+Numbers = Mapping[str, tuple[float, float, str]]  # option: default, minimum, help
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9),
     "nesterov": partial(SGD, momentum=0.9, nesterov=True),
@@ -46,7 +46,7 @@ class JobError(Exception):
 
 
 def add_options(parser: ArgumentParser, numbers: Numbers, *, saves: bool = True) -> None:
-    """Add the options that are numbers, and those that all scripts have; one may not save."""
+    """Add numeric options, and those of all scripts; `saves`: the script writes checkpoints."""
     add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
     for name, (default, least, text) in numbers.items():
         kind = f"{text}; " if text else ""
@@ -54,14 +54,14 @@ def add_options(parser: ArgumentParser, numbers: Numbers, *, saves: bool = True)
         add(f"--{name}", type=type(default), default=default, metavar="N", help=shown)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     if saves:
-        add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save, and resume there")
+        add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
     add("--output", type=Path, metavar="DIR", help="write result.json there")
     traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
     add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="profile ten steps")
 
 
 def check_numbers(parser: ArgumentParser, options: Namespace, numbers: Numbers) -> None:
-    """Exit with 2 if a number is too small, infinite or none."""
+    """Exit with 2 if a number is too small, infinite or NaN."""
     for name, (_, least, _) in numbers.items():
         value = getattr(options, name.replace("-", "_"))
         if not least <= value < math.inf:
@@ -75,13 +75,13 @@ def say(ranks: Ranks, text: str) -> None:
 
 
 def raise_together(ranks: Ranks, problem: str) -> None:
-    """Raise a JobError on all ranks if one of them has a problem: otherwise the others wait."""
+    """Raise a JobError on all ranks if one has a problem; otherwise the others would wait."""
     if problems := [*filter(None, ranks.gather(problem))]:
         raise JobError(problems[0])
 
 
 def make_directories(options: Namespace, ranks: Ranks) -> None:
-    """Make the directories of --output and --profile; a problem of one rank is raised on all."""
+    """Create the directories of --output and --profile; a problem on one rank is raised on all."""
     problem = ""
     try:
         for directory in filter(None, (options.output, options.profile)):
@@ -92,10 +92,10 @@ def make_directories(options: Namespace, ranks: Ranks) -> None:
 
 
 def choose_device(options: Namespace) -> torch.device:
-    """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
+    """Return this rank's GPU or the CPU, and replace `--amp auto` by what is fast there."""
     device = torch.device("cpu")
     if options.device != "cpu" and torch.cuda.is_available():
-        # If only one GPU is visible, the launcher gave each rank its own.
+        # If only one GPU is visible, the launcher has assigned it to this rank.
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -114,11 +114,11 @@ def device_name(device: torch.device) -> str:
 
 
 def flops_of(network: torch.nn.Module, shape: Iterable[int]) -> int:
-    """Return the FLOP of a forward and a backward pass of one sample; nothing is computed.
+    """Return the FLOP of a forward and a backward pass of one sample, without computing them.
 
     Args:
-        network: takes a batch; it stays as it is.
-        shape: of one sample.
+        network: takes a batch; not modified.
+        shape: shape of one sample.
     """
     aside = copy.deepcopy(network).to("meta").eval()
     with FlopCounterMode(display=False) as counted:
@@ -129,20 +129,20 @@ def flops_of(network: torch.nn.Module, shape: Iterable[int]) -> int:
 def make_optimizer(
     name: str, parameters: Iterable[Any], *, lr: float, weight_decay: float, **more: object
 ) -> Optimizer:
-    """Return one of OPTIMIZERS for parameters or groups of them."""
+    """Return one of OPTIMIZERS for parameters or groups of parameters."""
     return OPTIMIZERS[name](parameters, lr=lr, weight_decay=weight_decay, **more)
 
 
 def learning_rate(step: int, steps: int, options: Namespace, *, floor: float = 0.0) -> float:
-    """Return the rate of a step: up to --lr in --lr-warmup-steps, then a cosine to its end.
+    """Return the rate of a step: up to --lr in --lr-warmup-steps, then a cosine decay.
 
-    Only the step decides, so the rate continues after a resume.
+    It depends only on the step, so it continues after a resume.
 
     Args:
-        step: to be taken, from 0.
-        steps: of the whole training.
+        step: the next step, from 0.
+        steps: number of steps of the whole training.
         options: have `lr` and `lr_warmup_steps`.
-        floor: the part of --lr that is left in the last step.
+        floor: fraction of --lr that remains in the last step.
     """
     warm_up = options.lr_warmup_steps
     part = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
@@ -161,10 +161,10 @@ def report(
 
     Args:
         result: figures and settings that `hpml report` and sweeps show.
-        channel: of this rank.
+        channel: channel of this rank.
         options: have `output`.
-        ranks: that train.
-        more: is written to the file only.
+        ranks: ranks of the training.
+        more: written only to the file.
 
     Raises:
         JobError: the file cannot be written.
@@ -172,7 +172,7 @@ def report(
     if ranks.rank == 0:
         channel.result(**result)
     if ranks.rank == 0 and options.output is not None:
-        # Renamed when complete: no reader finds half of a result.
+        # Renamed when complete, so that no reader finds a partial result.
         aside = options.output / ".result.json.new"
         try:
             aside.write_text(json.dumps({**result, **more}, indent=2) + "\n")
@@ -182,17 +182,17 @@ def report(
 
 
 def run(train: Callable[[Namespace, Channel, torch.device], None], options: Namespace) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line on stderr.
+    """Join the other ranks, train, and exit with 0, or with 2 and a line on stderr.
 
     Args:
-        train: called on all ranks. It may raise JobError or CheckpointError, on all of them.
+        train: called on all ranks. It may raise JobError or CheckpointError, but on all of them.
         options: have `device`; `timeout_seconds` and `backend` are optional.
     """
     channel, status, device = Channel.from_env(), 0, torch.device("cpu")
     # Before init_process_group, which waits for all ranks: if one is missing, hpml knows where the
     # others are.
     channel.event("rendezvous")
-    if "RANK" not in os.environ:  # alone
+    if "RANK" not in os.environ:  # a single process
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     backend = getattr(options, "backend", None)
     try:
@@ -208,9 +208,9 @@ def run(train: Callable[[Namespace, Channel, torch.device], None], options: Name
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
     channel.close()
     if dist.is_initialized():
-        # The ranks meet a last time.
+        # Final synchronization of all ranks.
         dist.all_reduce(torch.zeros(1, device=device if backend == "nccl" else "cpu"))
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
+    os._exit(status)  # at a normal exit, gloo's threads may crash (pytorch#190489)

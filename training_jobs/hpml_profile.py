@@ -1,4 +1,4 @@
-"""Profile a few steps for `hpml report`: a trace of what runs, and the Python that costs most.
+"""Profile a few steps for `hpml report`: a trace, and the most expensive Python functions.
 
     with trace_steps(options.profile, rank, after=warm_up_steps) as tracing:
         for step in range(steps):
@@ -7,8 +7,8 @@
                     ...
             tracing.step()
 
-It needs twelve steps after the warm-up: torch.profiler traces five, and cProfile measures five
-others, since it would slow those down that are traced.
+Needs twelve steps after the warm-up: torch.profiler traces five of them, and cProfile measures five
+others, since it would slow down the traced ones.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from types import SimpleNamespace
 from torch.profiler import profile, schedule
 
 Function = tuple[str, int, str]  # file, line and name
-Times = tuple[int, int, float, float]  # calls, calls, own seconds, all seconds
+Times = tuple[int, int, float, float]  # calls, calls, own seconds, cumulative seconds
 Measured = Mapping[Function, tuple[int, int, float, float, Mapping[Function, Times]]]
 STEPS = 5
-SHOWN = 10  # functions that are written
-# Functions in C that wait: for data of another process, for ranks and for what they send.
+SHOWN = 10  # number of functions to write
+# C functions that wait: for data of another process, for ranks and for their messages.
 WAITS = (
     *("_distributed_c10d", "torch._C.wait", "torch._C.Future", "horovod"),
     *("_thread.lock", "select.", "_socket.socket"),
@@ -39,24 +39,24 @@ WAITS = (
 
 @contextmanager
 def trace_steps(directory: Path | None, rank: int, *, after: int) -> Iterator[SimpleNamespace]:
-    """Profile ten steps; without a directory, none.
+    """Profile ten steps; none without a directory.
 
-    Its `step` ends a step. Mark steps with `torch.profiler.record_function("hpml.step")`, and in
-    them the wait for data with `"hpml.data"`.
+    Call `step` at the end of each step. Mark steps with
+    `torch.profiler.record_function("hpml.step")`, and the wait for data in them with `"hpml.data"`.
 
     Args:
         directory: where to write `trace-rank0.json.gz` and `functions-rank0.json`.
-        rank: this one; all write theirs.
-        after: steps to leave out, such as the warm-up.
+        rank: this rank; each writes its own files.
+        after: steps to skip, such as the warm-up.
     """
     if directory is None:
         yield SimpleNamespace(step=lambda: None)
         return
     directory.mkdir(parents=True, exist_ok=True)
     trace = str(directory / f"trace-rank{rank}.json.gz")
-    # In the step in between, a rank may still wait for others to write their trace.
+    # In the step in between, a rank may still wait for others to write their traces.
     functions = FunctionTimes(directory / f"functions-rank{rank}.json", after=after + STEPS + 2)
-    with profile(  # the CPU, and a GPU if there is one
+    with profile(  # of the CPU, and of a GPU if there is one
         schedule=schedule(wait=after, warmup=1, active=STEPS, repeat=1),
         on_trace_ready=lambda found: found.export_chrome_trace(trace),
         acc_events=True,
@@ -71,11 +71,11 @@ def trace_steps(directory: Path | None, rank: int, *, after: int) -> Iterator[Si
 
 
 class FunctionTimes:
-    """Writes the Python functions that cost most in five steps of the thread that calls it.
+    """Writes the most expensive Python functions of the calling thread in five steps.
 
     Args:
-        file: to write, in JSON; its times are sums of all steps.
-        after: steps to leave out.
+        file: JSON file to write; its times are sums over the steps.
+        after: steps to skip.
     """
 
     def __init__(self, file: Path, *, after: int) -> None:
@@ -89,14 +89,14 @@ class FunctionTimes:
             self._profile = Profile()
             try:
                 self._profile.enable()
-            except ValueError:  # another tool measures already, such as coverage
+            except ValueError:  # another tool, such as coverage, is already measuring
                 self._profile = None
             self._began = time.perf_counter()
         elif self._done == self._after + STEPS:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was measured, unless it is written."""
+        """Write the results, unless that was done before."""
         if self._profile is None:
             return
         seconds = time.perf_counter() - self._began
@@ -111,11 +111,11 @@ class FunctionTimes:
 def sum_up(stats: Measured) -> dict[str, object]:
     """Return the seconds of Python, of PyTorch's operators, of waiting, and per function.
 
-    A function's time includes what it calls in C, such as `json.loads`: that has no line. PyTorch's
-    operators do not count: the trace shows these.
+    A function's time includes the C functions that it calls, such as `json.loads`, which have no
+    line; but not PyTorch's operators, which are in the trace.
 
     Args:
-        stats: of pstats: the times of each function, and those that each caller causes.
+        stats: from pstats: the times of each function, and those that each caller causes.
     """
     own: defaultdict[Function, float] = defaultdict(float)
     kinds: defaultdict[str, float] = defaultdict(float)
@@ -131,7 +131,7 @@ def sum_up(stats: Measured) -> dict[str, object]:
             for caller, (_, _, part, _) in callers.items():
                 own[caller] += part
     for function in [one for one in own if "/multiprocessing/" in one[0]]:
-        kinds["waiting_seconds"] += own.pop(function)  # for the workers of a loader
+        kinds["waiting_seconds"] += own.pop(function)  # waits for a loader's workers
     ours = {function: seconds for function, seconds in own.items() if function[0] != "~"}
     kinds["python_seconds"] = sum(ours.values())
     functions = [

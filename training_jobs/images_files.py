@@ -1,4 +1,4 @@
-"""Image files for images_data.py: which there are, for which part, and as tensors."""
+"""Image files for images_data.py: how they are found, divided into parts, and read as tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from torch.utils.data import Dataset
 from hpml_job import JobError
 
 TEST_PART = 5  # every fifth image of a class is for testing,
-VALIDATION_PART = 10  # and every tenth of the others for the evaluations during the training
-FOLDERS = {"train": "train", "validation": "val", "test": "test"}  # where data are split already
+VALIDATION_PART = 10  # and every tenth of the others for evaluations during the training
+FOLDERS = {"train": "train", "validation": "val", "test": "test"}  # if the data is already split
 ENDINGS = (".png", ".jpg", ".jpeg")
 SHIFT_PART = 8  # images are shifted by up to an eighth of their size
 Files = list[tuple[str, int]]  # paths and labels
 
 
 class Images(Dataset[tuple[Tensor, int, str]]):
-    """Image files as tensors in [-1, 1], with the label and what is wrong with the file, if any.
+    """Image files as tensors in [-1, 1], with the label and the file's problem, if any.
 
-    A file that cannot be read is not an exception: a rank that ended alone would leave the others
+    An unreadable file does not raise an exception: a rank that ends alone would leave the others
     waiting for it.
 
     Args:
         files: paths and labels; all images get the colours of the first one.
-        options: with a size, images are resized and cropped; else all have that of the first one.
+        options: with a size, images are resized and cropped; otherwise all must have the size of
+            the first one.
     """
 
     def __init__(self, files: Files, options: argparse.Namespace) -> None:
@@ -47,7 +48,7 @@ class Images(Dataset[tuple[Tensor, int, str]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
-        # Beyond the files: the same ones again, changed at random; see `train_batches`.
+        # Indices beyond the files: the same files again, changed at random; see `train_batches`.
         draw, index = divmod(index, len(self.files))
         path, label = self.files[index]
         pixels = np.zeros((*self.size[::-1], len(self.mode)), dtype=np.float32)
@@ -67,12 +68,12 @@ class Images(Dataset[tuple[Tensor, int, str]]):
     def _converted(self, image: Image.Image) -> Image.Image:
         if not self._is_resized:
             return image.convert(self.mode)
-        image.draft(self.mode, self.size)  # of a large JPEG: decode no more pixels than needed
+        image.draft(self.mode, self.size)  # large JPEG: decode no more pixels than needed
         return ImageOps.fit(image.convert(self.mode), self.size, Image.Resampling.BILINEAR)
 
 
 def augmented(pixels: NDArray[np.float32], how: str, seed: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return an image that is shifted at random and, with `flip`, mirrored half of the time."""
+    """Return an image that is shifted at random and, with `flip`, mirrored with probability 1/2."""
     random, (height, width, _) = np.random.default_rng(seed), pixels.shape
     most = max(1, height // SHIFT_PART), max(1, width // SHIFT_PART)
     down, right = (int(random.integers(2 * one + 1)) for one in most)
@@ -82,14 +83,16 @@ def augmented(pixels: NDArray[np.float32], how: str, seed: tuple[int, ...]) -> N
 
 
 def find_images(data: Path, most: int = 0) -> tuple[dict[str, Files], int]:
-    """Return (path, label) of the images of `train`, `validation` and `test`; and how many classes.
+    """Return (path, label) of each image by part, and the number of classes.
 
-    With `train/` and `val/` or `test/` the folders decide. A part without a folder gets images of
-    all others by their names only: not by the seed, the number of ranks or the place of the data.
+    The parts are `train`, `validation` and `test`. With `train/` and `val/` or `test/` the folders
+    decide. A part without a folder gets some of all other images, chosen only by their names: the
+    seed, the number of ranks and the path do not matter.
 
     Args:
         data: the directory.
-        most: images to train with, equally many of each class, and more include fewer; 0: all.
+        most: number of images to train with, equally many per class; larger sets include smaller
+            ones. 0: all.
 
     Raises:
         JobError: fewer than two classes have an image for each part, or `most` is too large.
@@ -98,7 +101,7 @@ def find_images(data: Path, most: int = 0) -> tuple[dict[str, Files], int]:
     is_split = "train" in there and len(there) > 1
     missing = [part for part in ("test", "validation") if not is_split or part not in there]
     parts: dict[str, Files] = {"train": [], "validation": [], "test": []}
-    order: list[tuple[int, str, int]] = []  # of the images to train with
+    order: list[tuple[int, str, int]] = []  # training images
     classes: list[str] = []
     for folder in folders_of(data / "train" if is_split else data, data):
         names = [*images_of(folder)]
@@ -129,7 +132,7 @@ def find_images(data: Path, most: int = 0) -> tuple[dict[str, Files], int]:
 
 
 def first_of(order: list[tuple[int, str, int]], most: int, data: Path) -> Files:
-    """Return the first images to train with, in turn of each class; 0: all."""
+    """Return the first `most` training images, taking turns between classes; 0: all."""
     classes = len({label for _, _, label in order})
     if most and not classes <= most <= len(order):
         there = f"{len(order)} of {classes} classes"
@@ -140,7 +143,7 @@ def first_of(order: list[tuple[int, str, int]], most: int, data: Path) -> Files:
 
 
 def folders_of(directory: Path, data: Path) -> list[Path]:
-    """Return the folders in a directory, in order."""
+    """Return the sorted folders in a directory."""
     try:
         return sorted(one for one in directory.iterdir() if one.is_dir() and one.name[0] != ".")
     except OSError as error:
@@ -148,14 +151,14 @@ def folders_of(directory: Path, data: Path) -> list[Path]:
 
 
 def images_of(folder: Path) -> Iterator[str]:
-    """Return the names of a class's images, also in folders below, in an order without pattern."""
+    """Yield the names of a class's images, including subfolders, in a pseudo-random order."""
     names = [
         os.path.relpath(os.path.join(place, name), folder)
         for place, _, files in os.walk(folder)
         for name in files
         if name.lower().endswith(ENDINGS) and name[0] != "."
     ]
-    # By a digest of its name an image stays for testing wherever the data lie, and neighbouring
-    # names, which are often alike, are spread over the parts.
+    # With a digest of its name, an image stays in the same part wherever the data is, and
+    # neighbouring names, which are often similar images, are spread over the parts.
     digests = [hashlib.sha256(os.fsencode(f"{folder.name}/{name}")).digest() for name in names]
     return (name for _, name in sorted(zip(digests, names)))  # noqa: B905 - Python 3.9

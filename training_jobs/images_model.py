@@ -1,4 +1,4 @@
-"""The model of ddp_images.py and horovod_images.py: its start, optimizer, rate and precision."""
+"""The model of ddp_images.py and horovod_images.py: weights, optimizer, rate and precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpml_checkpoint import CheckpointError, Checkpoints, Ranks
 from hpml_job import JobError, raise_together, say
 from images_nets import MODELS
 
-RATES = {  # usual learning rates of one rank, for --lr 0
+RATES = {  # usual learning rates for one rank, for --lr 0
     "sgd": 0.05,
     "nesterov": 0.05,
     "adagrad": 0.01,
@@ -28,7 +28,7 @@ RATES = {  # usual learning rates of one rank, for --lr 0
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the model and its optimizer that are no numbers."""
+    """Add the options of the model and its optimizer that are not numbers."""
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="cnn")
     add("--optimizer", choices=tuple(hpml_job.OPTIMIZERS), default="nesterov")
@@ -38,7 +38,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def complete(options: Namespace) -> None:
-    """Replace --lr 0 by the optimizer's usual rate, and --from none by nothing."""
+    """Replace --lr 0 by the optimizer's usual rate, and `--from none` by no transfer."""
     options.lr = options.lr or RATES[options.optimizer]
     options.transfer = None if options.transfer == "none" else options.transfer
 
@@ -57,7 +57,7 @@ def make_model(
 
 
 def make_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer that was asked for."""
+    """Return the optimizer for the options."""
     how = {"lr": options.lr, "weight_decay": options.weight_decay}
     return hpml_job.make_optimizer(options.optimizer, model.parameters(), **how)
 
@@ -65,10 +65,11 @@ def make_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimize
 def learning_rate(step: int, epoch_steps: int, world_size: int, options: Namespace) -> float:
     """Return the rate of a step: from that of one rank to that of all, then a cosine to 0.
 
-    With --batch-schedule it stays after the warm-up: the batch grows instead (Smith et al. 2018).
+    With --batch-schedule it stays constant after the warm-up: the batch grows instead (Smith et al.
+    2018).
     """
     # The global batch grows with the ranks, and the rate with it; at first that would diverge, so
-    # the warm-up begins with the rate of a single rank (Goyal et al. 2017).
+    # the warm-up starts with the rate of a single rank (Goyal et al. 2017).
     warm_up, total = options.lr_warmup_epochs * epoch_steps, options.epochs * epoch_steps
     if step < warm_up:
         return float(options.lr * (1 + (world_size - 1) * step / warm_up))
@@ -88,12 +89,12 @@ def precision_of(
 
 
 def transfer(network: nn.Module, source: str, ranks: Ranks) -> None:
-    """Give a network the weights of another training, all but those of its last layer.
+    """Copy the weights of another training into a network, except those of its last layer.
 
     Args:
         network: has a Linear as its last layer.
         source: a directory of checkpoints, or a file with a state dict.
-        ranks: that call it together, each of which reads the file.
+        ranks: ranks that call this together; each reads the file.
 
     Raises:
         JobError: the weights cannot be read, or belong to another model; on all ranks.
@@ -123,17 +124,17 @@ def transfer(network: nn.Module, source: str, ranks: Ranks) -> None:
 
 def read_weights(source: Path, ranks: Ranks) -> dict[str, Tensor]:
     """Return the state dict of a network in a file, or in the newest checkpoint of a directory."""
-    if ranks.gather(source.is_dir())[0]:  # `latest` is a call of all ranks
+    if ranks.gather(source.is_dir())[0]:  # all ranks must call `latest`
         latest = Checkpoints(source, ranks=ranks).latest()
         found: Any = latest and latest.state
     else:
         found = torch.load(source, map_location="cpu", weights_only=True)
-    for key in ("state", "network", "model", "state_dict"):  # where programs keep it
+    for key in ("state", "network", "model", "state_dict"):  # usual keys
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
     if not found or not isinstance(found, dict):
         raise JobError("there is no checkpoint and no state dict")
-    # What DistributedDataParallel and torch.compile put in front of the names.
+    # Remove prefixes of DistributedDataParallel and torch.compile.
     return {
         str(name).removeprefix("module.").removeprefix("_orig_mod."): value
         for name, value in found.items()

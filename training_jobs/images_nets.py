@@ -1,7 +1,7 @@
-"""Networks for images of 8x8 to 64x64 pixels, each with a width as its one size.
+"""Networks for images of 8x8 to 64x64 pixels; one width scales each of them.
 
 All take the shape of an image (channels, height, width), the number of classes, the width and the
-dropout before the last layer. Their last layer is a Linear, which transfer (`--from`) replaces.
+dropout before the last layer. Their last layer is a Linear, which a transfer (`--from`) replaces.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-Shape = tuple[int, ...]  # of an image: channels, height, width
-LEAST = 4  # pixels of an image that VGG halves: on one pixel a convolution has nothing to find
+Shape = tuple[int, ...]  # channels, height, width
+LEAST = 4  # minimum size that VGG still halves: a convolution is pointless on one pixel
 
 
 def normalization(channels: int) -> nn.Module:
-    """Return a GroupNorm: the averages of a BatchNorm would differ between ranks."""
+    """Return a GroupNorm: a BatchNorm's averages would differ between ranks."""
     return nn.GroupNorm(gcd(4, channels), channels)
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution with its normalization and activation."""
+    """Return a convolution followed by normalization and activation."""
     return [nn.Conv2d(inputs, outputs, 3, stride, 1), normalization(outputs), nn.ReLU()]
 
 
 def halve() -> nn.Module:
-    """Return a pooling that halves an image, but keeps the last pixel of a small one."""
+    """Return a pooling layer that halves an image, but keeps a single pixel."""
     return nn.MaxPool2d(2, ceil_mode=True)
 
 
@@ -39,7 +39,7 @@ def cnn(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
 
 
 def lenet(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
-    """Return a LeNet-5 (LeCun et al. 1998), which has width 6; tanh, and no normalization."""
+    """Return a LeNet-5 (LeCun et al. 1998), original width 6, with tanh and no normalization."""
     layers: list[nn.Module] = []
     middle, inputs = width * 8 // 3, shape[0]
     for outputs in (width, middle):
@@ -52,7 +52,7 @@ def lenet(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
 
 
 def alexnet(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
-    """Return an AlexNet (Krizhevsky et al. 2012), which has width 64; its first layer is small."""
+    """Return an AlexNet (Krizhevsky et al. 2012), original width 64, with a small first layer."""
     layers: list[nn.Module] = [nn.Conv2d(shape[0], width, 5, padding=2), nn.ReLU(), halve()]
     layers += [nn.Conv2d(width, 3 * width, 5, padding=2), nn.ReLU(), halve()]
     inputs = 3 * width
@@ -66,7 +66,7 @@ def alexnet(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module
 
 
 def vgg(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
-    """Return a VGG-11 (Simonyan and Zisserman 2014), which has width 64; with normalization."""
+    """Return a VGG-11 (Simonyan and Zisserman 2014), original width 64, with normalization."""
     layers: list[nn.Module] = []
     inputs, shorter = shape[0], min(shape[1:])
     for times in ([1], [2], [4, 4], [8, 8], [8, 8]):
@@ -86,9 +86,9 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         layers = [*convolution(inputs, outputs, stride), *convolution(outputs, outputs)[:-1]]
-        # Begin as the identity: at its usual width the network did not learn otherwise.
+        # Start as the identity: otherwise the network did not learn at its usual width.
         nn.init.zeros_(layers[-1].get_parameter("weight"))
-        self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
+        self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # identity
         if stride > 1 or inputs != outputs:
             self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
             self.shortcut.append(normalization(outputs))
@@ -110,7 +110,7 @@ def resnet18(shape: Shape, classes: int, width: int, dropout: float) -> nn.Modul
 
 
 class Patches(nn.Module):
-    """Cuts an image into patches; each becomes a vector to which that of its place is added."""
+    """Cuts an image into patches, maps each to a vector, and adds a vector for its position."""
 
     def __init__(self, shape: Shape, size: int, features: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Patches(nn.Module):
         self.places = nn.Parameter(0.02 * torch.randn(places, features))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the vectors: images, places, features."""
+        """Return the vectors: images, positions, features."""
         vectors: Tensor = self.cut(images)
         return vectors.flatten(2).transpose(1, 2) + self.places
 
@@ -128,14 +128,14 @@ class Mean(nn.Module):
     """Averages the vectors of an image."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return one vector of each image."""
+        """Return one vector per image."""
         return vectors.mean(1)
 
 
 def vit(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
     """Return a vision transformer (Dosovitskiy et al. 2020) of four blocks with four heads.
 
-    It has 4 * width features. A patch is an eighth of the shorter side, and at least 2 pixels.
+    It has 4 * width features. A patch is an eighth of the shorter side, but at least 2 pixels.
     """
     features, shorter = 4 * width, min(shape[1:])
     size = min(max(2, -(-shorter // 8)), shorter)
@@ -147,7 +147,7 @@ def vit(shape: Shape, classes: int, width: int, dropout: float) -> nn.Module:
 
 
 def init_relu(network: nn.Sequential) -> nn.Sequential:
-    """Draw weights as ReLU needs (He et al. 2015): with PyTorch's own, deep layers begin at 0."""
+    """Initialize weights for ReLU (He et al. 2015): PyTorch's default makes deep layers vanish."""
     for layer in list(network)[:-1]:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")

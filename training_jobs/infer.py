@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node=2 infer.py --data digits --model resnet18 --dtype int8
     python infer.py --model resnet18 --rate 0              # random images, highest throughput
 
-Requests arrive at random moments that do not depend on the server (open loop), and a latency begins
-with the arrival: what waits in the queue counts. Each rank is a replica that serves every n-th
-request. --rate 0 is a closed loop: the next batch begins when the last one ends. It needs
+Requests arrive at random times that do not depend on the server (open loop), and latency counts
+from the arrival, including the wait in the queue. Each rank is a replica that serves every n-th
+request. --rate 0 is a closed loop: the next batch starts when the last one ends. Needs
 infer_model.py, images_files.py, images_model.py and images_nets.py.
 """
 
@@ -33,7 +33,7 @@ from hpml_profile import trace_steps
 from images_nets import MODELS
 from infer_model import Data, converted, load_weights, make_model, read_data, scores_of
 
-NUMBERS = {  # options that are numbers: default, least, help
+NUMBERS = {  # numeric options: default, minimum, help
     "requests": (2000, 1, "that all ranks serve together"),
     "rate": (200.0, 0.0, "requests per second of all ranks together; 0: closed loop"),
     "batch-size": (16, 1, "images of the largest batch"),
@@ -43,12 +43,12 @@ NUMBERS = {  # options that are numbers: default, least, help
     "size": (32, 8, "height and width of random images"),
     "seed": (1, 0, "of arrivals, their images, and random weights"),
 }
-OVERLOAD = 0.95  # of the rate: with less throughput the queue grows as long as requests arrive
-EXTRA_BATCHES = 2  # of each size before the first request: PyTorch prepares itself for each
+OVERLOAD = 0.95  # of the rate: with less throughput the queue keeps growing
+EXTRA_BATCHES = 2  # of each size before the first request: PyTorch warms up per size
 
 
 class Served(NamedTuple):
-    """What a rank measured: seconds since the start, of each request and each batch."""
+    """What a rank measured: seconds since the start, for each request and each batch."""
 
     arrivals: list[float]
     ends: list[float]
@@ -57,11 +57,11 @@ class Served(NamedTuple):
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     hpml_job.add_options(parser, NUMBERS, saves=False)
-    add("--data", type=Path, metavar="DIR", help="as of ddp_images.py; default: random images")
+    add("--data", type=Path, metavar="DIR", help="as for ddp_images.py; default: random images")
     text = "the model that ddp_images.py saved there; default: random weights"
     add("--checkpoint-from", type=Path, metavar="DIR", help=text)
     add("--model", choices=tuple(MODELS), default="cnn")
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def arrivals_of(options: argparse.Namespace, images: int) -> tuple[list[float], list[int]]:
-    """Return when each request arrives, in seconds from the start, and which image it wants."""
+    """Return when each request arrives, in seconds from the start, and its image."""
     random = np.random.default_rng(options.seed)
     gaps = random.exponential(1 / options.rate if options.rate else 0.0, options.requests)
     return gaps.cumsum().tolist(), random.integers(images, size=options.requests).tolist()
@@ -91,7 +91,7 @@ def serve(
     channel: Channel,
     ranks: Ranks,
 ) -> Served:
-    """Serve this rank's requests: as many as have arrived, at the end of the first one's window."""
+    """Serve this rank's requests: at the end of the first one's window, all that have arrived."""
     every, wanted = arrivals_of(options, len(data.images))
     mine = slice(ranks.rank, None, ranks.world_size)
     arrivals, wanted, size = every[mine], wanted[mine], options.batch_size
@@ -100,11 +100,11 @@ def serve(
     for count in range(1, size + 1):
         for _ in range(EXTRA_BATCHES):
             scores_of(model, data.images[wanted[:1] * count], options)
-    ranks.gather(None)  # all begin together
+    ranks.gather(None)  # start together
     start = time.perf_counter()
     with trace_steps(options.profile, ranks.rank, after=10) as tracer:
         while done < len(arrivals) and not channel.stop_requested():
-            last = done + size - 1  # with its arrival the batch is full
+            last = done + size - 1  # its arrival fills the batch
             full = arrivals[last] if last < len(arrivals) else math.inf
             due = min(full, arrivals[done] + window) if is_open else 0.0
             slept = time.perf_counter()
@@ -134,7 +134,7 @@ def serve(
 def accuracies(
     models: dict[str, nn.Module], data: Data, options: argparse.Namespace, ranks: Ranks
 ) -> dict[str, float | None]:
-    """Return the accuracy of the model as served and in float32, and how often both agree."""
+    """Return the accuracy of the served model and of float32, and how often both agree."""
     right = {"test_accuracy": 0, "float32_accuracy": 0, "agreement": 0}
     mine = slice(ranks.rank, None, ranks.world_size)
     plain = argparse.Namespace(dtype="float32")
@@ -153,9 +153,9 @@ def accuracies(
 
 def figures_of(every: list[Served], options: argparse.Namespace) -> dict[str, float]:
     """Return percentiles over all ranks' requests together, and the throughput."""
-    skipped = -(-options.warm_up_requests // len(every))  # of each rank
+    skipped = -(-options.warm_up_requests // len(every))  # per rank
     kept = [(s.arrivals[skipped:], s.ends[skipped:]) for s in every if len(s.ends) > skipped]
-    if not kept:  # stopped before
+    if not kept:  # stopped earlier
         return {}
     latencies = np.concatenate([1e3 * np.subtract(ends, begun) for begun, ends in kept])
     begun, ended = min(arrivals[0] for arrivals, _ in kept), max(ends[-1] for _, ends in kept)
@@ -212,7 +212,7 @@ def infer(options: argparse.Namespace, channel: Channel, device: torch.device) -
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Serve, and end with 0, or with 2 and a line with the reason."""
+    """Serve, and exit with 0, or with 2 and a line with the reason."""
     hpml_job.run(infer, parse(arguments))
 
 

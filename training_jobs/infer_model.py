@@ -16,11 +16,11 @@ from hpml_checkpoint import Checkpoints, Ranks
 from hpml_job import JobError
 from images_files import Images, find_images
 
-CALIBRATION = 256  # images of the validation part that fix the ranges of int8
+CALIBRATION = 256  # validation images that determine int8's ranges
 
 
 class Data(NamedTuple):
-    """The images that requests ask for, and those that fix the ranges of int8."""
+    """Images for the requests, and images that determine int8's ranges."""
 
     images: Tensor
     labels: Tensor | None
@@ -29,7 +29,7 @@ class Data(NamedTuple):
 
 
 def load_weights(options: argparse.Namespace, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Return the weights of --checkpoint-from, whose model and size of images become options."""
+    """Return the weights of --checkpoint-from; copy its model and image size to the options."""
     if not options.checkpoint_from:
         return None
     found = Checkpoints(options.checkpoint_from, ranks=ranks).latest()
@@ -37,7 +37,7 @@ def load_weights(options: argparse.Namespace, ranks: Ranks) -> dict[str, Tensor]
         raise JobError(f"--checkpoint-from {options.checkpoint_from}: there is no checkpoint")
     trained = json.loads((found.path / "checkpoint.json").read_text())["job"]
     options.model, options.width = trained["model"], trained["width"]
-    options.trained_size = trained.get("size", 0)  # 0: that of the files
+    options.trained_size = trained.get("size", 0)  # 0: size of the files
     weights: dict[str, Tensor] = found.state["network"]
     return weights
 
@@ -65,7 +65,7 @@ def read_data(options: argparse.Namespace) -> Data:
 def make_model(
     options: argparse.Namespace, data: Data, weights: dict[str, Tensor] | None
 ) -> nn.Module:
-    """Return the model in float32 on the CPU, with the weights or random ones."""
+    """Return the model in float32 on the CPU, with loaded or random weights."""
     options.dropout = 0.0
     torch.manual_seed(options.seed)
     shape = tuple(data.images.shape[1:])
@@ -80,13 +80,13 @@ def make_model(
 
 
 def quantized(model: nn.Module, images: Tensor) -> nn.Module:
-    """Return the model with convolutions and linear layers in 8 bits: weights and activations.
+    """Return the model with 8-bit convolutions and linear layers: weights and activations.
 
-    Ranges are fixed once, by calibration images; weights have one for each channel. What is between
-    these layers, such as normalizations, stays in float32.
+    Calibration images determine the ranges once; weights have one range per channel. Layers in
+    between, such as normalizations, stay in float32.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch announces a new package for it
+        warnings.simplefilter("ignore")  # PyTorch announces a successor package
         try:
             from torch.ao.quantization import get_default_qconfig_mapping  # noqa: PLC0415
             from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx  # noqa: PLC0415
@@ -104,7 +104,7 @@ def quantized(model: nn.Module, images: Tensor) -> nn.Module:
 def converted(
     model: nn.Module, data: Data, options: argparse.Namespace, device: torch.device
 ) -> nn.Module:
-    """Return the model as it is served."""
+    """Return the model in the type in which it is served."""
     if options.dtype == "int8":
         if device.type == "cuda":
             raise JobError("--dtype int8: PyTorch's quantised layers need --device cpu")
@@ -114,7 +114,7 @@ def converted(
 
 
 def scores_of(model: nn.Module, images: Tensor, options: argparse.Namespace) -> Tensor:
-    """Return what the model gives for images on the CPU, there again: so the answer is complete."""
+    """Return the scores of images as a CPU tensor, which means that the answer is complete."""
     half = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     place = "cpu" if options.dtype == "int8" else next(model.parameters()).device
     scores: Tensor = model(images.to(place, half))

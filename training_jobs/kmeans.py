@@ -3,8 +3,8 @@
     python kmeans.py --points 200000 --clusters 100
     torchrun --standalone --nproc-per-node=2 kmeans.py --data points.npy --clusters 100
 
-Each rank assigns its points to the nearest centres; sums and counts of all ranks give the next
-centres. The result is that of one rank, and of scikit-learn's KMeans from the same first centres.
+Each rank assigns its points to the nearest centres; sums and counts over all ranks give the next
+centres. The result equals that of one rank, and of scikit-learn's KMeans with the same start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpml_job import JobError, raise_together, say
 from hpml_profile import trace_steps
 from kmeans_data import Points, given_centres, make_points
 
-NUMBERS = {  # options that are numbers: default, least, help
+NUMBERS = {  # numeric options: default, minimum, help
     "points": (200_000, 1, "of all ranks together; with --data: those of the file"),
     "dimensions": (16, 1, "of a point; with --data: those of the file"),
     "clusters": (100, 1, "to find, and to generate"),
@@ -50,24 +50,24 @@ class Progress:
     """The progress of a run, over all restarts."""
 
     iterations: int = 0
-    moved: float = math.inf  # the sum of the centres' squared movements, in the last iteration
+    moved: float = math.inf  # sum of the centres' squared movements in the last iteration
     relocated: int = 0  # empty clusters that got a point
     seconds: float = 0.0
 
 
 class Sums(NamedTuple):
-    """What an assignment gives, of all ranks."""
+    """The result of an assignment over all ranks."""
 
     sums: Tensor  # clusters x dimensions, in double precision
     counts: Tensor
-    inertia: float  # the sum of the squared distances
-    nearest: Tensor  # the cluster of each point of this rank
-    distances: Tensor  # and its squared distance
+    inertia: float  # sum of the squared distances
+    nearest: Tensor  # cluster of each point of this rank
+    distances: Tensor  # its squared distance
     comm_seconds: float
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     hpml_job.add_options(parser, NUMBERS)
     text = "points x dimensions, as numpy.save writes; each rank reads its rows only"
@@ -80,13 +80,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Add a tensor up over the ranks, in place."""
+    """Sum a tensor over the ranks, in place."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def row_of(points: Points, index: int, before: int) -> Tensor:
-    """Return a point of all ranks by its number; `before` counts the points of lower ranks."""
+    """Return a point of any rank by its global index; `before` counts the points of lower ranks."""
     place, row = index - before, torch.zeros_like(points.values[0])
     if 0 <= place < len(points.values):
         row += points.values[place]
@@ -94,7 +94,7 @@ def row_of(points: Points, index: int, before: int) -> Tensor:
 
 
 def first_centres(points: Points, options: argparse.Namespace, ranks: Ranks) -> Tensor:
-    """Return the centres to begin with, equal on all ranks and for any number of ranks."""
+    """Return the initial centres: equal on all ranks and for any number of ranks."""
     count = options.clusters
     before = sum(ranks.gather(len(points.values))[: ranks.rank])
     random = torch.Generator().manual_seed(options.seed)
@@ -103,7 +103,7 @@ def first_centres(points: Points, options: argparse.Namespace, ranks: Ranks) -> 
         return torch.stack([row_of(points, index, before) for index in chosen])
     centres = [row_of(points, int(torch.randint(points.total, (), generator=random)), before)]
     distances = torch.full_like(points.values[:, 0], math.inf)
-    for _ in range(count - 1):  # a point is drawn by its squared distance to the nearest centre
+    for _ in range(count - 1):  # draw by squared distance to the nearest centre
         for some, far in blocks(options, points.values, distances):
             torch.minimum(far, (some - centres[-1]).square().sum(1), out=far)
         parts = torch.zeros(ranks.world_size, dtype=torch.double, device=distances.device)
@@ -121,12 +121,12 @@ def first_centres(points: Points, options: argparse.Namespace, ranks: Ranks) -> 
 
 
 def blocks(options: argparse.Namespace, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return parts of tensors, so that no product with all centres is larger than a block."""
+    """Yield parts of tensors, so that no product with all centres exceeds a block."""
     return zip(*(tensor.split(options.block) for tensor in tensors))  # noqa: B905 - Python 3.9
 
 
 def assign(points: Points, centres: Tensor, options: argparse.Namespace) -> Sums:
-    """Find each point's nearest centre, and add up points and distances over the ranks."""
+    """Find each point's nearest centre, and sum points and distances over the ranks."""
     nearest = torch.empty(len(points.values), dtype=torch.long, device=centres.device)
     distances = torch.empty_like(points.values[:, 0])
     lengths = centres.square().sum(1)
@@ -135,8 +135,8 @@ def assign(points: Points, centres: Tensor, options: argparse.Namespace) -> Sums
         torch.argmin(torch.addmm(lengths, some, centres.T, alpha=-2), 1, out=near)
         far.copy_((some - centres[near]).square().sum(1))
     count, dimensions = centres.shape
-    # One message: the sums, the counts and the inertia. In double precision, sums in another order,
-    # that of another number of ranks, differ by less than a centre's last digit.
+    # One message: the sums, the counts and the inertia. In double precision, the order of the sums,
+    # which depends on the number of ranks, changes less than a centre's last digit.
     whole = torch.zeros(count, dimensions + 2, dtype=torch.double, device=centres.device)
     for some, near, far in blocks(options, points.values, nearest, distances):
         columns = [some, torch.ones_like(far)[:, None], far[:, None]]
@@ -150,7 +150,7 @@ def assign(points: Points, centres: Tensor, options: argparse.Namespace) -> Sums
 
 
 def next_centres(found: Sums, centres: Tensor, points: Points, ranks: Ranks) -> tuple[Tensor, int]:
-    """Return the mean of each cluster's points, and how many clusters had none.
+    """Return the mean of each cluster's points, and the number of empty clusters.
 
     An empty cluster gets the point that is farthest from its centre, as in scikit-learn.
     """
@@ -162,7 +162,7 @@ def next_centres(found: Sums, centres: Tensor, points: Points, ranks: Ranks) -> 
         offers = [one for some in ranks.gather([*zip(far.tolist(), old, rows)]) for one in some]  # noqa: B905
         offers.sort(key=lambda offer: -float(offer[0]))
         for cluster, (distance, owner, row) in zip(empty, offers):  # noqa: B905
-            if distance > 0:  # else there are fewer different points than clusters
+            if distance > 0:  # otherwise there are fewer distinct points than clusters
                 sums[owner], counts[owner] = sums[owner] - row.to(sums), counts[owner] - 1
                 sums[cluster], counts[cluster] = row.to(sums), 1
     means = (sums / counts.clamp(min=1)[:, None]).float()
@@ -170,7 +170,7 @@ def next_centres(found: Sums, centres: Tensor, points: Points, ranks: Ranks) -> 
 
 
 def purity(points: Points, found: Sums, clusters: int) -> float | None:
-    """Return the part of the points that are in a cluster with most points of their own."""
+    """Return the fraction of points whose label is the most frequent one in their cluster."""
     if points.labels is None:
         return None
     pairs = points.labels * clusters + found.nearest
@@ -179,7 +179,7 @@ def purity(points: Points, found: Sums, clusters: int) -> float | None:
 
 
 def variance(points: Points) -> float:
-    """Return the variance of the points of all ranks, as the mean of the dimensions."""
+    """Return the variance of the points of all ranks, averaged over the dimensions."""
     values = points.values.double()
     mean = total(values.sum(0)) / points.total
     return float(total((values - mean).square().sum(0)).mean()) / points.total
@@ -201,7 +201,7 @@ def prepare(
 
 
 def train(options: argparse.Namespace, channel: Channel, device: torch.device) -> None:
-    """Move the centres until they stay, from the newest checkpoint if there is one."""
+    """Move the centres until they no longer change, from the newest checkpoint if there is one."""
     ranks = Ranks()
     points, centres = prepare(options, ranks, device)
     names = ("clusters", "seed", "tolerance", "init", "spread")
@@ -243,13 +243,13 @@ def train(options: argparse.Namespace, channel: Channel, device: torch.device) -
             stop = bool(agreement.exchange(channel.stop_requested()))
             is_end = stop or at.iterations == options.iterations or at.moved <= limit
             if saves and (is_end or at.iterations % options.checkpoint_every == 0):
-                # The points need no saving: they follow from the seed or the file.
+                # The points need not be saved: they depend only on the seed or the file.
                 state = {"centres": centres.cpu(), "position": vars(at)}
                 saves.save(state, step=at.iterations)
     if stop:
         channel.event("stopping", step=at.iterations)
-    last = assign(points, centres, options)  # the inertia of the last centres
-    seconds = ranks.highest(median(times[1:] or times or [0.0]))[0]  # the first one warms up
+    last = assign(points, centres, options)  # inertia of the last centres
+    seconds = ranks.highest(median(times[1:] or times or [0.0]))[0]  # the first one is the warm-up
     result = {
         "inertia": last.inertia, "iterations": at.iterations, "converged": at.moved <= limit,
         "seconds_per_iteration": seconds or None, "init_seconds": init_seconds,
@@ -274,7 +274,7 @@ def write_centres(directory: Path, centres: Tensor) -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Find the clusters, and end with 0, or with 2 and a line with the reason."""
+    """Find the clusters, and exit with 0, or with 2 and a line with the reason."""
     hpml_job.run(train, parse(arguments))
 
 

@@ -1,4 +1,4 @@
-"""The points of kmeans.py: generated, or the rows of a file; each rank has its own."""
+"""The points of kmeans.py: generated, or rows of a file; each rank has its own part."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from hpml_checkpoint import Ranks
 from hpml_job import JobError
 
-GENERATED = 4096  # points with one random generator: the same points on any number of ranks
+GENERATED = 4096  # points per random generator: the same points for any number of ranks
 
 
 class Points(NamedTuple):
     """The points of a rank."""
 
     values: Tensor  # points x dimensions
-    labels: Tensor | None  # the clusters that they were generated in
-    total: int  # of all ranks
+    labels: Tensor | None  # clusters from which they were generated
+    total: int  # number of points on all ranks
 
 
 def read_array(path: Path, option: str) -> NDArray[np.generic]:
-    """Return a matrix of numbers, of which nothing is read yet."""
+    """Open a matrix of numbers without reading it yet."""
     try:
         array: NDArray[np.generic] = np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
@@ -69,7 +69,7 @@ def make_points(options: argparse.Namespace, ranks: Ranks, device: torch.device)
 
 
 def given_centres(options: argparse.Namespace, points: Points) -> Tensor | None:
-    """Return the first centres that --init names a file of, or None."""
+    """Return the initial centres if --init names a file, or None."""
     if options.init in ("k-means++", "random"):
         return None
     array, size = read_array(Path(options.init), "--init"), points.values.shape[1]

@@ -7,8 +7,8 @@
 Runs alone, under torchrun, and under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT, such as srun with hpml. Uses GPUs (NCCL) if there are any, otherwise
 the CPU (gloo). Needs PyTorch 2.6 or newer and, next to this file, the other lm_*.py and
-the hpml_*.py. Losses are in bits per byte of text, or per token of .bin files: blind guessing costs
-log2 of the vocabulary.
+the hpml_*.py. Losses are in bits per byte of text, or per token of .bin files; random guessing
+costs log2 of the vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lm_data import Text, share_text, windows_of
 from lm_model import GPT, flops_per_token, parameter_groups, peak_flops
 from lm_parallel import Layout
 
-NUMBERS = {  # options that are numbers
+NUMBERS = {  # numeric options
     "steps": (1000, 1, "length of the training"),
     "batch-size": (16, 1, "sequences per data-parallel rank"),
     "accumulate": (1, 1, "batches per step"),
@@ -64,30 +64,30 @@ NUMBERS = {  # options that are numbers
     "warm-up-steps": (20, 0, "first steps, which tokens/s leaves out"),
     "sample": (0, 0, "tokens to write and print after the training"),
 }
-# With others it is another training. The number of ranks, --batch-size and --parallel may change.
+# Other values mean another training. The number of ranks, --batch-size and --parallel may change.
 SAME = "steps sequence vocabulary layers heads width untied optimizer seed".split()
 SAME += "lr lr_warmup_steps weight_decay clip".split()
-Position = tuple[int, dict[int, list[float]], float]  # step; by step: seconds, bits; seconds so far
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameters: stages have others
-TEMPERATURE = 0.8  # of a sample
+Position = tuple[int, dict[int, list[float]], float]  # step; seconds, bits by step; total seconds
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter: stages differ
+TEMPERATURE = 0.8  # for sampling
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     # Without the usage an error is one line.
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=about)
     add = parser.add_argument
     add("--data", type=Path, default="/usr/share/common-licenses", metavar="FILE_OR_DIR")
     hpml_job.add_options(parser, NUMBERS)
-    add("--parallel", default="ddp", metavar="HOW", help="ddp, fsdp, or such as dp=2,tp=2,pp=2")
+    add("--parallel", default="ddp", metavar="HOW", help="ddp, fsdp, or sizes: dp=2,tp=2,pp=2")
     add("--optimizer", choices=[*hpml_job.OPTIMIZERS], default="adamw")
     add("--untied", action="store_true", help="give the head a matrix of its own")
-    add("--recompute", action="store_true", help="compute activations twice to save memory")
+    add("--recompute", action="store_true", help="recompute activations to save memory")
     add("--compile", action="store_true", help="compile each block with torch.compile")
     add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs with it")
     add("--target-loss", type=float, metavar="BITS", help="report the seconds to reach it")
-    add("--peak-tflops", type=float, metavar="N", help="of a device; default: as hpml bench found")
+    add("--peak-tflops", type=float, metavar="N", help="per device; default: from hpml bench")
     options = parser.parse_args(arguments)
     hpml_job.check_numbers(parser, options, NUMBERS)
     for name in ("target-loss", "peak-tflops"):
@@ -129,11 +129,11 @@ def evaluate(layout: Layout, part: Tensor, options: Namespace) -> float:
     count, sums, dp = (len(part) - 1) // options.sequence, torch.zeros(2), layout.sizes.dp
     layout.model.eval()
     for first in range(0, count, options.batch_size * dp):
-        # FSDP needs equally many calls on all ranks: what is beyond the end is not counted.
+        # FSDP needs equally many calls on all ranks: windows beyond the end are not counted.
         numbers = first + layout.place["dp"] + torch.arange(options.batch_size) * dp
         at = numbers.clamp(max=count - 1)
         batch = windows_of(part, at, options.sequence, options.sequence).to(layout.device)
-        with torch.compiler.set_stance("force_eager"):  # else the blocks are compiled once more
+        with torch.compiler.set_stance("force_eager"):  # otherwise the blocks are compiled again
             losses = layout.forward(batch[:, :-1], batch[:, 1:])
         bits = losses.cpu()[numbers < count] / math.log(2)
         sums += torch.tensor([bits.sum(), len(bits)])
@@ -143,7 +143,7 @@ def evaluate(layout: Layout, part: Tensor, options: Namespace) -> float:
 
 
 def sample(layout: Layout, text: Text, options: Namespace) -> str:
-    """Return tokens that the model writes after the first of the test text; all ranks call it."""
+    """Return tokens that the model adds to the start of the test text; all ranks call it."""
     tokens, random = [int(text.parts[2][0]) & 0xFFFF], torch.Generator().manual_seed(options.seed)
     layout.model.eval()
     for _ in range(options.sample):
@@ -151,25 +151,25 @@ def sample(layout: Layout, text: Text, options: Namespace) -> str:
         with torch.compiler.set_stance("force_eager"):
             scores = layout.forward(seen)[0, -1].cpu() / TEMPERATURE
         chosen = torch.multinomial(scores.softmax(0), 1, generator=random)
-        dist.broadcast(chosen, 0)  # scores may differ in their last bits, and so the choice
+        dist.broadcast(chosen, 0)  # scores, and so choices, may differ in their last bits
         tokens.append(int(chosen))
     return text.decode(tokens)
 
 
 def save(to: Checkpoints, model: nn.Module, optimizer: Optimizer, step: int, state: object) -> None:
-    """Write a checkpoint, which any number of ranks can load, with any --parallel."""
+    """Write a checkpoint that any number of ranks can load, with any --parallel."""
     weights, momenta = get_state_dict(model, optimizer, options=FLAT)
     to.save(state, step=step, sharded={"model": weights, "optimizer": momenta})
 
 
 def load(checkpoints: Checkpoints, model: nn.Module, optimizer: Optimizer) -> Position:
-    """Take over the newest checkpoint, if there is one; return its position."""
+    """Restore the newest checkpoint, if there is one; return its position."""
     is_new = not optimizer.state
     weights, momenta = get_state_dict(model, optimizer, options=FLAT)
     found = checkpoints.load({"model": weights, "optimizer": momenta})
     if found is None:
         if is_new:
-            optimizer.state.clear()  # get_state_dict took a step, with a learning rate of 0
+            optimizer.state.clear()  # get_state_dict took a step with a learning rate of 0
         return 0, {}, 0.0
     set_state_dict(
         model, optimizer, model_state_dict=weights, optim_state_dict=momenta, options=FLAT
@@ -177,7 +177,7 @@ def load(checkpoints: Checkpoints, model: nn.Module, optimizer: Optimizer) -> Po
     return found.step, found.state["evaluations"], found.state["seconds"]
 
 
-# One loop to read from top to bottom, and to change.
+# One loop, to be read from top to bottom and changed.
 def train(options: Namespace, channel: Channel, device: torch.device) -> None:  # noqa: C901, PLR0912, PLR0915
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     ranks = Ranks()
@@ -187,7 +187,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     if len(sizes := set(ranks.gather(size))) > 1:
         raise JobError(f"--data {options.data}: ranks see different texts, of {sizes} {text.unit}s")
     layout = Layout(options, ranks, device)
-    torch.manual_seed(options.seed)  # the same weights on all ranks
+    torch.manual_seed(options.seed)  # same weights on all ranks
     network = GPT(options)
     parameters = sum(one.numel() for one in network.parameters())
     flops, (peak, origin) = flops_per_token(network, options), peak_flops(device, options)
@@ -196,7 +196,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     is_fused = {"fused": True} if options.optimizer in ("adam", "adamw") else {}
     rates = {"lr": options.lr, "weight_decay": options.weight_decay}
     optimizer = hpml_job.make_optimizer(options.optimizer, groups, **rates, **is_fused)
-    samples = options.batch_size * options.accumulate  # of a data-parallel rank
+    samples = options.batch_size * options.accumulate  # per data-parallel rank
     tokens = samples * options.sequence * layout.sizes.dp  # per step
     checkpoints, step, evaluations, seconds = None, 0, dict[int, list[float]](), 0.0
     if options.checkpoint is not None:
@@ -215,7 +215,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=options.steps)
     agreement = StopAgreement(ranks)
-    # Ask at once: a request that came while the job started must not cost a step.
+    # Ask at once: a request during the start must not cost a step.
     stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
     with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while True:
@@ -251,7 +251,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
             took = time.perf_counter() - mark
             if step > steady:
                 steady_seconds += took
-            if step > steady and is_due:  # between, the program may be ahead of the GPU
+            if step > steady and is_due:  # in between, the program may be ahead of the GPU
                 rate = (step - steady) * tokens / steady_seconds
                 mfu = rate * flops / (ranks.world_size * peak) if peak else None
                 channel.gauge(mfu=mfu)
@@ -266,7 +266,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
     test_loss = None
     if stop:
         channel.event("stopping", step=step)
-    else:  # once, at the end: the test text must not decide how long to train
+    else:  # once, at the end: the test text must not influence how long to train
         with channel.timed("evaluation_seconds"):
             test_loss = evaluate(layout, text.parts[2], options)
         say(f"test loss {test_loss:.4f} bits per {text.unit}")
@@ -292,7 +292,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line with the reason."""
+    """Join the other ranks, train, and exit with 0, or with 2 and a line with the reason."""
     hpml_job.run(train, parse(arguments))
 
 

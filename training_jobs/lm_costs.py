@@ -1,4 +1,4 @@
-"""What a layout of lm.py costs: bytes sent and memory, counted in one step and by formula."""
+"""What a layout of lm.py costs in bytes sent and memory, measured in one step and by formula."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ COPIES = {"sgd": 1, "nesterov": 1, "adagrad": 1, "adadelta": 2, "adam": 2, "adam
 
 
 class StepMeter(TorchDispatchMode):
-    """Counts, while it is entered, what PyTorch's operators send and hold.
+    """Counts what PyTorch's operators send and hold while it is entered.
 
-    Of an all-reduce of S bytes over n ranks a rank sends 2 (n-1)/n S, of an all-gather and a
-    reduce-scatter (n-1)/n S, S being the whole: as rings do. Calls are counted, not packets.
+    With S bytes in total and n ranks, a rank sends 2 (n-1)/n S in an all-reduce, (n-1)/n S in an
+    all-gather or a reduce-scatter, as in rings. Calls are counted, not packets.
 
     Attributes:
         sent: bytes, by dimension.
-        peak: bytes held at most; on a GPU by PyTorch's allocator, on a CPU the tensors that
-            parameters, states and the step's operators made, without workspaces inside operators.
+        peak: peak bytes held; on a GPU by PyTorch's allocator; on a CPU parameters, states and
+            tensors
+            created by the step's operators, without workspaces inside operators.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StepMeter(TorchDispatchMode):
         part = (ranks - 1) / ranks
         if "reduce_scatter" in name:
             self.sent[dim] += part * max(sizes)
-        elif "all_gather" in name or "allgather" in name:  # c10d's has the whole as an argument
+        elif "all_gather" in name or "allgather" in name:  # c10d's takes the whole as an argument
             self.sent[dim] += part * (max(sizes) if len(sizes) > 1 else sizes[0] * ranks)
         elif "all_reduce" in name or "allreduce" in name:
             self.sent[dim] += 2 * part * sum(sizes)
@@ -97,15 +98,15 @@ class StepMeter(TorchDispatchMode):
                 storage = (one.to_local() if isinstance(one, DTensor) else one).untyped_storage()
                 if storage not in self._storages:
                     self._storages[storage], is_new = None, True
-        if is_new:  # sizes are read again: FSDP empties the storages of gathered weights
+        if is_new:  # reread sizes: FSDP empties the storages of gathered weights
             self.peak = max(self.peak, sum(one.nbytes() for one in self._storages))
 
 
 class StageClock:
-    """Times what a stage of a pipeline computes, in steps that begin together.
+    """Times the computation of a pipeline stage, in steps that start together.
 
     Attributes:
-        idle_share: the part of a step in which this stage does not compute: the median.
+        idle_share: the fraction of a step in which this stage does not compute: the median.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class StageClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step, from the common start to where the last stage has finished."""
+        """Time a step, from the common start until the last stage has finished."""
         dist.barrier(self._group)
         self._is_on, self._busy, began = True, 0.0, self._now()
         yield
@@ -169,17 +170,17 @@ def activation_bytes(options: Namespace) -> tuple[float, float, float]:
 
 
 def expected_memory(options: Namespace, sizes: Sizes, parameters: int) -> float:
-    """Return the bytes that a rank needs at most, as `hpml advise` has it.
+    """Return the peak bytes that a rank needs, by the formulas of `hpml advise`.
 
     Tensor ranks and stages divide everything; a pipeline keeps as many micro-batches as stages.
 
     Args:
-        options: of lm.py.
-        sizes: of the dimensions: `pp`, `dp`, `tp`, `fsdp`.
-        parameters: of the whole model.
+        options: options of lm.py.
+        sizes: sizes of the dimensions: `pp`, `dp`, `tp`, `fsdp`.
+        parameters: number of parameters of the whole model.
     """
     weights, gradients, states = model_state_bytes(parameters, options.optimizer)
-    weights *= 1.5 if options.amp == "bf16" else 1  # autocast's copies in 16 bit
+    weights *= 1.5 if options.amp == "bf16" else 1  # autocast's 16-bit copies
     layer, inputs, scores = activation_bytes(options)
     kept = options.layers * layer
     kept *= min(1.0, inputs / layer + 1 / options.layers) if options.recompute else 1
@@ -193,37 +194,37 @@ def expected_memory(options: Namespace, sizes: Sizes, parameters: int) -> float:
 
 
 def expected_bytes(layout: Layout) -> dict[str, float]:
-    """Return what a rank sends in a step by formula, by dimension."""
+    """Return the bytes that a rank sends in a step by formula, by dimension."""
     options, sizes, part = layout.options, layout.sizes, layout.part
     half = options.amp == "bf16"
-    held: dict[bool, float] = defaultdict(float)  # bytes of weights, by whether blocks have them
+    held: dict[bool, float] = defaultdict(float)  # bytes of weights, by whether in blocks
     for name, one in part.named_parameters():
         own = one.to_local() if isinstance(one, DTensor) else one
         held[name.startswith("blocks")] += 4 * own.numel()
     ring = {name: (size - 1) / size for name, size in zip(("pp", "dp", "tp"), sizes)}  # noqa: B905
     hidden = 4 * options.batch_size * options.accumulate * options.sequence * options.width
     if sizes.fsdp:
-        # Of each batch blocks are gathered in both passes, the rest in the forward pass only;
-        # gradients are summed once.
+        # Per batch, blocks are gathered in both passes, other weights only in the forward pass;
+        # gradients are reduced once.
         gathered = options.accumulate * (2 * held[True] + held[False]) / (2 if half else 1)
         data = ring["dp"] * sizes.dp * (gathered + sum(held.values()))
     else:
         data = 2 * ring["dp"] * sum(held.values())
-    # Per layer two sums in the forward pass, two in the backward pass.
+    # Per layer, two sums in the forward pass and two in the backward pass.
     tensor = len(part.blocks) * 2 * ring["tp"] * hidden * (3 if half else 4)
     stages = hidden * ((not part.is_last) + (not part.is_first)) if sizes.pp > 1 else 0
     if sizes.pp > 1 and not options.untied and (part.is_first or part.is_last):
-        stages += 4 * options.vocabulary * options.width  # the gradient of the tied matrix
+        stages += 4 * options.vocabulary * options.width  # gradient of the tied matrix
     return {"dp": data, "tp": tensor, "pp": float(stages)}
 
 
 def costs(layout: Layout, ranks: Ranks, parameters: int) -> dict[str, float | None]:
-    """Return figures for the result: of each the highest of all ranks; all ranks call it.
+    """Return figures for the result, each the maximum over all ranks; all ranks call it.
 
     Args:
-        layout: after the training.
-        ranks: that train.
-        parameters: of the whole model.
+        layout: the layout after the training.
+        ranks: ranks of the training.
+        parameters: number of parameters of the whole model.
     """
     sizes, meter = layout.sizes, layout.meter
     idle = layout.clock.idle_share if layout.clock else None

@@ -14,30 +14,30 @@ from torch import Tensor
 from hpml_checkpoint import Ranks
 from hpml_job import JobError, raise_together
 
-MOST_TOKENS = 1 << 16  # of an evaluation, for whose end a stop waits
-BYTES = 256  # there are
-CHUNK = 1 << 24  # tokens that are checked at once
+MOST_TOKENS = 1 << 16  # per evaluation, because a stop waits for its end
+BYTES = 256  # number of byte values
+CHUNK = 1 << 24  # tokens checked at a time
 
 
 @dataclass
 class Text:
-    """Tokens to train, validate and test with; uint8 or, of .bin files, the bits of uint16."""
+    """Tokens for training, validation and test; uint8 or, from .bin files, the bits of uint16."""
 
     parts: tuple[Tensor, Tensor, Tensor]
-    names: tuple[str, str, str]  # of the files, for messages
+    names: tuple[str, str, str]  # file names for messages
     unit: str  # byte or token
     vocabulary: int
-    letters: dict[int, str] | None = None  # of meta.pkl
+    letters: dict[int, str] | None = None  # from meta.pkl
 
     def decode(self, tokens: list[int]) -> str:
-        """Return tokens as text, or as numbers if nothing says what they mean."""
+        """Return tokens as text, or as numbers if their meaning is unknown."""
         if self.unit == "byte":
             text = bytes(token for token in tokens if token < BYTES).decode("utf-8", "replace")
         elif self.letters is None:
             text = " ".join(map(str, tokens))
         else:
             text = "".join(self.letters.get(token, "\ufffd") for token in tokens)
-        # A terminal would obey control characters.
+        # A terminal would interpret control characters.
         return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text)
 
 
@@ -45,20 +45,20 @@ def windows_of(part: Tensor, numbers: Tensor, sequence: int, stride: int = 1) ->
     """Return windows of sequence + 1 tokens, (windows, tokens), int64.
 
     Args:
-        part: of a Text.
-        numbers: of the windows.
-        sequence: tokens that are predicted.
-        stride: from the start of a window to that of the next one.
+        part: a part of a Text.
+        numbers: indices of the windows.
+        sequence: number of predicted tokens.
+        stride: distance between the starts of two windows.
     """
-    windows = part.unfold(0, sequence + 1, stride)  # a view: nothing is copied
+    windows = part.unfold(0, sequence + 1, stride)  # a view, no copy
     return windows[numbers].long() & 0xFFFF  # int16 holds the bits of uint16
 
 
 def share_text(options: Namespace, ranks: Ranks) -> Text:
-    """Return what --data has, on all ranks; each looks through its share for unknown tokens.
+    """Return the text of --data, on all ranks; each checks its share for unknown tokens.
 
     Raises:
-        JobError: one of the ranks has a problem with it.
+        JobError: a rank has a problem with it.
     """
     found, problem = [], ""
     try:
@@ -73,14 +73,14 @@ def share_text(options: Namespace, ranks: Ranks) -> Text:
 
 
 def read_text(options: Namespace) -> Text:
-    """Return what --data has; a single file is mapped into memory, not read.
+    """Return the text of --data; a single file is mapped into memory, not read.
 
-    Of a folder with train.bin and val.bin, as nanoGPT has it, the first half of val.bin validates
-    and the last half tests. Of anything else the last tenth tests, and the tenth before validates.
-    Both have at most MOST_TOKENS.
+    In a folder with nanoGPT's train.bin and val.bin, the first half of val.bin is for validation
+    and the second half for testing. Otherwise the last tenth is for testing, and the tenth before
+    it for validation. Both have at most MOST_TOKENS.
 
     Raises:
-        JobError: the text is too short, or the number of tokens is not known.
+        JobError: the text is too short, or the number of tokens is unknown.
         OSError: it cannot be read.
     """
     data: Path = options.data
@@ -110,9 +110,9 @@ def read_text(options: Namespace) -> Text:
 
 
 def find_unknown(text: Text, ranks: Ranks) -> str:
-    """Return a message about the first token that is not in the vocabulary, or an empty string.
+    """Return a message about the first token outside the vocabulary, or an empty string.
 
-    Each rank looks through its share of the text.
+    Each rank checks its share of the text.
     """
     if text.unit == "byte" and text.vocabulary >= BYTES:
         return ""
@@ -128,7 +128,7 @@ def find_unknown(text: Text, ranks: Ranks) -> str:
 
 
 def _read_bytes(data: Path) -> Tensor:
-    # In the order of their names. Links are left out: they would repeat a text.
+    # Sorted by name. Skip links, which would repeat a text.
     files = sorted(one for one in data.rglob("*") if one.is_file() and not one.is_symlink())
     sizes = [(str(one), False, one.stat().st_size) for one in files or [data]]
     parts = [torch.from_file(*one, dtype=torch.uint8) for one in sizes if one[2]]
@@ -143,7 +143,7 @@ def _map(file: Path) -> Tensor:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, text and dicts only: other pickles could run any program."""
+    """Unpickles only numbers, text and dicts: other pickles could run any program."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"has {module}.{name}")

@@ -1,4 +1,4 @@
-"""A GPT, and what MFU needs: its FLOPs and the peaks of devices; used by lm.py."""
+"""A GPT for lm.py, and what MFU needs: its FLOPs and the peaks of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-PEAKS = {  # TFLOP/s of dense matrix products by specification: float32 (not TF32), bfloat16
+PEAKS = {  # specified TFLOP/s of dense matrix products: float32 (not TF32), bfloat16
     "NVIDIA A30": (10.3, 165),
     "NVIDIA A40": (37.4, 149.7),
     "NVIDIA A100-SXM4-40GB": (19.5, 312),
@@ -32,21 +32,21 @@ PEAKS = {  # TFLOP/s of dense matrix products by specification: float32 (not TF3
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each with its norm and a residual connection."""
+    """Attention and a feed-forward network, each with a norm and a residual connection."""
 
     def __init__(self, options: Namespace) -> None:
         super().__init__()
         width, self.head_width = options.width, options.width // options.heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # The rows of qkv: of each head its queries, keys and values. So a part of the rows is a
-        # part of the heads, and tensor parallelism can give each rank some.
+        # The rows of qkv are grouped by head: its queries, keys and values. So a slice of the rows
+        # is a slice of the heads, as tensor parallelism needs.
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of the next block: (sequences, tokens, width), as x."""
+        """Return the input of the next block: (sequences, tokens, width), like x."""
         heads = self.qkv(self.norm1(x)).unflatten(2, (-1, 3, self.head_width))
-        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (sequences, heads, tokens, numbers of a head)
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (sequences, heads, tokens, head width)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-norm transformer. Its head is the matrix of the token embedding, without --untied."""
+    """A pre-norm transformer. Its head shares the token embedding's matrix, unless --untied."""
 
     def __init__(self, options: Namespace) -> None:
         super().__init__()
@@ -62,13 +62,14 @@ class GPT(nn.Module):
         self.is_first = self.is_last = True
         self.token_embedding = nn.Embedding(options.vocabulary, options.width)
         self.place_embedding = nn.Embedding(options.sequence, options.width)
-        # By their numbers, which stay when a stage of a pipeline has only some of them.
+        # Keyed by number, which stays the same if a pipeline stage has only some of them.
         self.blocks = nn.ModuleDict({str(one): Block(options) for one in range(options.layers)})
         self.norm = nn.LayerNorm(options.width)
         if options.untied:
             self.head = nn.Linear(options.width, options.vocabulary, bias=False)
         for name, one in self.named_parameters():
-            # 2 L branches add to the residual stream; their sum is to be of the size of one.
+            # 2 L branches add to the residual stream; scale them so that the sum has the size of
+            # one.
             is_branch = name.endswith(("out.weight", "down.weight"))
             if one.dim() > 1:
                 nn.init.normal_(one, std=0.02 / (math.sqrt(2 * options.layers) if is_branch else 1))
@@ -76,7 +77,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(one)
 
     def keep_stage(self, stage: int, stages: int) -> None:
-        """Drop what other stages of a pipeline have; a tied head keeps a copy of the embedding."""
+        """Drop the parts of other pipeline stages; a tied head keeps a copy of the embedding."""
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         layers = len(self.blocks)
         for name in list(self.blocks):
@@ -95,8 +96,9 @@ class GPT(nn.Module):
         """Return each sequence's mean loss in nats; without targets, the scores of next tokens.
 
         Args:
-            x: tokens, (sequences, tokens); in later stages of a pipeline what the stage before
-                returned, (sequences, tokens, width), as all stages but the last do.
+            x: tokens, (sequences, tokens); in later stages of a pipeline, the output of the
+                previous
+                stage, (sequences, tokens, width), which all stages but the last return.
             targets: the tokens that follow, (sequences, tokens).
         """
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.is_mixed):
@@ -118,9 +120,9 @@ class GPT(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return parameters for an optimizer: norms, biases and embeddings do not decay.
+    """Group parameters for an optimizer: norms, biases and embeddings do not decay.
 
-    Parameters that are divided over ranks (DTensor) are in groups of their own.
+    Parameters that are divided over ranks (DTensor) have separate groups.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, one in model.named_parameters():
@@ -133,10 +135,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def flops_per_token(network: nn.Module, options: Namespace) -> int:
-    """Return 6 N + 12 L H Q T, of a forward and a backward pass; recomputation does not count.
+    """Return 6 N + 12 L H Q T, for a forward and a backward pass, without recomputation.
 
-    N parameters, L layers, H heads of Q numbers each, T tokens in a sequence. Embeddings do not
-    count: rows are looked up. The matrix that a tied head multiplies with does.
+    N parameters, L layers, H heads of width Q, T tokens per sequence. Embeddings do not count,
+    because rows are looked up; the matrix that a tied head multiplies with does.
     """
     lookups = ("place_embedding", "token_embedding") if options.untied else ("place_embedding",)
     sizes = {name: one.numel() for name, one in network.named_parameters()}
@@ -147,7 +149,7 @@ def flops_per_token(network: nn.Module, options: Namespace) -> int:
 
 
 def peak_flops(device: torch.device, options: Namespace) -> tuple[float | None, str]:
-    """Return the FLOP/s of a device, None if unknown, and a text about them to print."""
+    """Return a device's FLOP/s, None if unknown, and a text about it to print."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     dtype = "bfloat16" if options.amp == "bf16" else "float32"
     tflops, origin = options.peak_tflops or 0.0, "--peak-tflops"

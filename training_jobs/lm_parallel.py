@@ -7,9 +7,9 @@
         layout.clip_gradients(1.0)
     scores = layout.forward(tokens)             # without gradients
 
-`--parallel` has words with commas between them: `ddp` or `fsdp` for the data-parallel ranks, and
-sizes of dimensions: `dp=N` ranks have other batches, `tp=N` have parts of each matrix, `pp=N` are
-stages of a pipeline. Neighbouring ranks are in one tensor group, then come dp and pp.
+`--parallel` is a comma-separated list: `ddp` or `fsdp` for the data-parallel ranks, and sizes of
+dimensions: `dp=N` ranks have different batches, `tp=N` share each matrix, `pp=N` are stages of a
+pipeline. Neighbouring ranks form a tensor group, then come dp and pp.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from lm_model import GPT
 TENSOR_PLAN: dict[str, Callable[[], ParallelStyle]] = {
     "qkv": ColwiseParallel, "out": RowwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel
 }  # fmt: skip
-COUNTED, TIMED = 1, range(2, 5)  # steps, from where this process began: the first one sets up
+COUNTED, TIMED = 1, range(2, 5)  # steps since this process started: the first one sets up
 
 
 class Sizes(NamedTuple):
-    """What --parallel says; `dp` is 0 if it is to be what the number of ranks leaves."""
+    """Sizes from --parallel; `dp` is 0 if it follows from the number of ranks."""
 
     pp: int = 1
     dp: int = 0
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Sizes:
-        """Return the sizes of --parallel.
+        """Parse --parallel.
 
         Raises:
             JobError: it is not valid.
@@ -82,7 +82,7 @@ def check(options: Namespace) -> Sizes:
     """Return the sizes of --parallel.
 
     Raises:
-        JobError: other options do not fit them.
+        JobError: they conflict with other options.
     """
     text, sizes = options.parallel, Sizes.read(options.parallel)
     parts, where = options.micro_batches, f"in --parallel {text}"
@@ -102,16 +102,16 @@ def check(options: Namespace) -> Sizes:
 
 
 class Layout:
-    """Where this rank stands, its part of the model, and the steps over all parts.
+    """This rank's place, its part of the model, and the steps over all parts.
 
     Attributes:
-        sizes: of the dimensions.
-        place: of this rank in each dimension, such as `{"pp": 1, "dp": 0, "tp": 0}`.
-        is_counted: whether its samples are; the other ranks of a batch have the same ones.
-        model: after `distribute`: what the optimizer and checkpoints get.
+        sizes: sizes of the dimensions.
+        place: place of this rank in each dimension, such as `{"pp": 1, "dp": 0, "tp": 0}`.
+        is_counted: whether its samples count; the other ranks of a batch have the same ones.
+        model: after `distribute`: the model for the optimizer and checkpoints.
         expected: after `distribute`: bytes that this rank sends in a step, by formula.
-        meter: of the counted step; None before it.
-        clock: of this rank's stage of a pipeline; None without one.
+        meter: meter of the counted step; None before it.
+        clock: clock of this rank's pipeline stage; None without a pipeline.
     """
 
     def __init__(self, options: Namespace, ranks: Ranks, device: torch.device) -> None:
@@ -150,9 +150,9 @@ class Layout:
             block.compile()
         if sizes.fsdp:
             dtypes = (torch.bfloat16, torch.float32) if options.amp == "bf16" else ()
-            precision = MixedPrecisionPolicy(*dtypes)  # of weights, and of sums of gradients
-            # Blocks before the whole: FSDP then gathers and frees one block at a time. Sharded as
-            # one unit, the model would be gathered as a whole, and save memory between steps only.
+            precision = MixedPrecisionPolicy(*dtypes)  # for weights, and for sums of gradients
+            # Shard the blocks before the whole, so that FSDP gathers and frees one block at a time.
+            # As one unit, the whole model would be gathered, saving memory only between steps.
             for part in (*gpt.blocks.values(), gpt):
                 fully_shard(part, mesh=self.mesh["dp"], mp_policy=precision)
         elif sizes.tp * sizes.pp == 1:
@@ -168,9 +168,9 @@ class Layout:
             schedule = Schedule1F1B(
                 stage, options.micro_batches, loss_fn=lambda losses, _: losses.mean() / parts
             )
-            schedule.scale_grads = False  # loss_fn has done it, also over --accumulate
+            schedule.scale_grads = False  # loss_fn has done it, including --accumulate
             self._schedule = schedule
-        self.expected = expected_bytes(self)  # now: FSDP leaves some weights whole after a forward
+        self.expected = expected_bytes(self)  # now: FSDP unshards some weights in a forward
         return self.model
 
     def backward(self, batch: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Layout:
         """
         total, parts = torch.zeros((), device=self.device), self.options.accumulate
         for number, part in enumerate(torch.split(batch, self.options.batch_size), 1):
-            # Gradients are averaged over the ranks once, in the last backward pass.
+            # Average gradients over the ranks only once, in the last backward pass.
             if isinstance(self.model, DistributedDataParallel):
                 self.model.require_backward_grad_sync = number == parts
             elif isinstance(self.model, FSDPModule):
@@ -205,7 +205,7 @@ class Layout:
         return total
 
     def clip_gradients(self, longest: float) -> None:
-        """Shorten the whole model's gradient, of which each rank has a part, to a norm."""
+        """Clip the norm of the whole model's gradient, of which each rank has a part."""
         parts: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         every: list[Tensor] = []
         for name, one in self.part.named_parameters():
@@ -218,11 +218,11 @@ class Layout:
                 dims = tuple(dim for dim, placement in pairs if not placement.is_replicate())
                 gradient = gradient.to_local()
             every.append(gradient)
-            # The matrix of a tied head counts in the first stage.
+            # A tied head's matrix counts in the first stage.
             if name != "token_embedding.weight" or self.part.is_first:
                 parts[dims].append(gradient)
         square = torch.zeros((), device=self.device)
-        for names, gradients in sorted(parts.items()):  # in the same order on all ranks
+        for names, gradients in sorted(parts.items()):  # same order on all ranks
             share = nn.utils.get_total_norm(gradients).square()
             for dim in names:
                 dist.all_reduce(share, group=self.groups[dim])
@@ -258,14 +258,14 @@ class Layout:
 
     @contextmanager
     def measured(self, number: int, *states: object) -> Iterator[None]:
-        """Count what a step sends and holds, or time the pipeline, on a few steps.
+        """In a few steps, count what a step sends and holds, or time the pipeline.
 
         Args:
-            number: of the step, from where this process began.
+            number: number of the step since this process started.
             states: tensors, in dicts and lists, that the rank holds between steps.
         """
         if number == COUNTED:
-            # Compiled code would hide from the meter what it does.
+            # The meter cannot see into compiled code.
             with torch.compiler.set_stance("force_eager"):
                 self.meter = StepMeter(self.groups, self.device, self.part.parameters(), states)
                 with self.meter:
@@ -276,7 +276,7 @@ class Layout:
             yield
 
     def _add_tied_gradient(self) -> None:
-        """Give the first stage's embedding and the last stage's head, a copy, the same gradient."""
+        """Sum the gradients of the first stage's embedding and the last stage's head, its copy."""
         part, group = self.part, self.groups["pp"]
         if self.options.untied or not (part.is_first or part.is_last):
             return

@@ -3,8 +3,8 @@
     python make_digits.py data/digits
     python make_digits.py data/digits --tar digits.tar
 
-The files are DIR/<digit>/<index>.png, 8x8 pixels, gray 0 to 255: many small files, as image data
-sets are. DIR appears complete or not at all, and a complete one is left alone. No download: the
+The files are DIR/<digit>/<index>.png, 8x8 pixels, gray 0 to 255: many small files, like real image
+data sets. DIR appears complete or not at all, and a complete one is not changed. No download: the
 digits come with scikit-learn (from the UCI repository, CC BY 4.0).
 """
 
@@ -31,7 +31,7 @@ def write_digits(target: Path) -> bool:
     """Write the folders unless they are complete; return whether anything was written.
 
     Raises:
-        DigitsError: `target` holds something else, or cannot be written.
+        DigitsError: `target` contains something else, or cannot be written.
     """
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         if is_complete(target):
@@ -46,7 +46,7 @@ def write_digits(target: Path) -> bool:
         ) from None
     digits = load_digits()
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, since a rename is atomic within one file system only.
+    # In the same directory, since a rename is atomic only within one file system.
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         for digit in range(CLASSES):
@@ -63,13 +63,13 @@ def write_digits(target: Path) -> bool:
 
 
 def is_complete(target: Path) -> bool:
-    """Return whether a directory holds all digits, by the number of their files."""
+    """Return whether a directory contains all digits, judging by the number of files."""
     folders = [target / str(digit) for digit in range(CLASSES)]
     return sum(len(list(folder.glob("*.png"))) for folder in folders) == IMAGES
 
 
 def write_tar(source: Path, archive: Path) -> None:
-    """Write the folders as a plain tar whose names begin with the class; always the same bytes."""
+    """Write the folders as a plain tar with names that start with the class; always equal bytes."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{archive.name}.", dir=archive.parent)
     try:
@@ -93,10 +93,8 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Write scikit-learn's digits as PNG files.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write them")
-    parser.add_argument(
-        "--tar", type=Path, metavar="FILE", help="write them as a plain tar as well"
-    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory to write to")
+    parser.add_argument("--tar", type=Path, metavar="FILE", help="also write a plain tar")
     options = parser.parse_args(arguments)
     try:
         if write_digits(options.directory):

@@ -3,9 +3,9 @@
     python make_letters.py letters
     python make_letters.py others --letters QRSTUVWXYZ
 
-The files are DIR/train/<letter>/<index>.jpg, and so on: 32x32 pixels, turned, shifted, on a
-background with a line and noise. The same options draw the same letters. No download: the font is
-that of Pillow.
+The files are DIR/train/<letter>/<index>.jpg, and so on: 32x32 pixels, rotated, shifted, on a
+background with a line and noise. Equal options draw equal letters. No download: the font comes with
+Pillow.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SIZE = 32
-FIFTHS = {"train": 3, "val": 1, "test": 1}  # of the images
+FIFTHS = {"train": 3, "val": 1, "test": 1}  # fifths of the images
 
 
 def draw(letter: str, random: np.random.Generator) -> Image.Image:
-    """Return a letter in a random dark colour, size, angle and place, on a light background."""
+    """Return a letter in a random dark colour, size, angle and position, on a light background."""
     back, line, front = (
         tuple(int(one) for one in random.integers(low, low + 96, 3)) for low in (160, 80, 0)
     )
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Draw letters in colour as JPEG files.")
     add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="where to write them; must not exist")
+    add("directory", type=Path, metavar="DIR", help="directory to create")
     add("--letters", default="ABCDEFGHIJKLMNOP", help="the classes, default %(default)s")
-    add("--images", type=int, default=200, metavar="N", help="of each letter, default %(default)s")
+    add("--images", type=int, default=200, metavar="N", help="per letter, default %(default)s")
     add("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args(arguments)
     target, each = options.directory, max(1, options.images // sum(FIFTHS.values()))
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         if target.exists():
             raise FileExistsError(f"{target} exists: remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # In the same directory, since a rename is atomic within one file system only.
+        # In the same directory, since a rename is atomic only within one file system.
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         for letter in sorted({*options.letters}):
             random = np.random.default_rng((options.seed, ord(letter)))

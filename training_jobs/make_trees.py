@@ -4,14 +4,14 @@
     python make_trees.py trees.npz --trees 6000 --noise 0.1
     python make_trees.py trees.npz --las scans    # your own: scans/SPECIES/*.las or *.laz
 
-No measurement is in them: each tree is a trunk and branches with random sizes, and a species is the
-shape of its crown, the height of its trunk and the angle of its branches. Sizes overlap. A beam
-ends at the first thing that it hits, so what is behind it is missing; distances have an error, and
-some points are stray. The file has `points` (trees, 1024, 3; metres, z up), `labels` and `species`.
-It appears complete or not at all. The same options write the same trees.
+The data is not measured: each tree is a trunk and branches with random sizes, and a species is
+defined by the shape of its crown, the height of its trunk and the angle of its branches. Sizes
+overlap. A beam ends at the first thing that it hits, so everything behind is missing; distances
+have an error, and some points are stray. The file has `points` (trees, 1024, 3; metres, z up),
+`labels` and `species`. It appears complete or not at all. Equal options write equal trees.
 
-With --las each file of a directory SPECIES is the scan of one tree, of any number of points, of
-which POINTS are drawn. It needs laspy: pip install "laspy[lazrs]".
+With --las each file of a directory SPECIES is the scan of one tree with any number of points, from
+which POINTS are drawn. Needs laspy: pip install "laspy[lazrs]".
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 
 SPECIES: tuple[str, ...] = ("spruce", "oak", "acacia", "poplar", "willow", "birch")
-POINTS = 1024  # of a tree in the file
-CANDIDATES = 4096  # of a tree before beams are stopped
-CHUNK = 96  # trees at a time, which fit into a cache; a multiple of the number of species
+POINTS = 1024  # per tree in the file
+CANDIDATES = 4096  # per tree before beams are stopped
+CHUNK = 96  # trees at a time that fit into a cache; a multiple of the number of species
 CELL, BEAMS = 0.025, 128  # radians between two beams; beams in both directions
-STRAY = 0.02  # part of the points whose distance is wrong
+STRAY = 0.02  # fraction of points with a wrong distance
 
-# Lowest and highest value of a tree of each species, in the order of SPECIES; a tree's value is
-# uniform between them. Lengths are parts of the tree's height, `width` of the crown too.
+# Minimum and maximum for each species, in the order of SPECIES; values are uniform in between.
+# Lengths are relative to the tree's height, including the `width` of the crown.
 SHAPES = {
     "width": ([0.35, 0.45, 0.45, 0.30, 0.45, 0.40], [0.65, 0.78, 0.85, 0.55, 0.80, 0.75]),
     "base": ([0.05, 0.20, 0.60, 0.03, 0.50, 0.35], [0.30, 0.42, 0.78, 0.20, 0.70, 0.55]),
@@ -58,7 +58,7 @@ def make_trees(
     """
     points, labels = np.empty((count, POINTS, 3), np.float32), np.arange(count) % len(SPECIES)
     for first in range(0, count, CHUNK):
-        # A generator for each chunk: the first trees are the same, however many follow.
+        # One generator per chunk: the first trees are the same, however many follow.
         random = np.random.default_rng((seed, first))
         species = np.arange(first, first + CHUNK) % len(SPECIES)
         trees = _scan(_grow(species, random), noise, random)
@@ -76,11 +76,11 @@ def _profile(species: Integers, height: Floats) -> Floats:
 
 
 def _grow(species: Integers, random: np.random.Generator) -> Floats:
-    """Return points all over trees (trees, CANDIDATES, 3), one tree for each of the species."""
+    """Return points all over trees (trees, CANDIDATES, 3), one tree per entry of `species`."""
     trees, size, circle = len(species), (len(species), CANDIDATES), 2 * np.pi
     shape = {name: random.uniform(*np.array(ends)[:, species]) for name, ends in SHAPES.items()}
     shape = {name: values[:, None] for name, values in shape.items()}
-    # Branches: each begins at the stem, and its tip is on the outline of the crown.
+    # Branches: each starts at the stem and ends at the outline of the crown.
     tips = random.random((trees, 100))
     radius = shape["width"] / 2 * _profile(species[:, None], tips)
     radius *= random.uniform(0.75, 1.1, tips.shape)
@@ -95,17 +95,17 @@ def _grow(species: Integers, random: np.random.Generator) -> Floats:
     along = random.random(size) ** 0.6  # from the stem to the tip; most leaves are outside
     reach, turn = of_branch(radius), of_branch(turns)
     z = shape["base"] + (1 - shape["base"]) * of_branch(tips) - shape["rise"] * reach * (1 - along)
-    z -= of_branch(lengths) * np.clip(2 * along - 1, 0, 1)  # the outer half hangs, straight down
+    z -= of_branch(lengths) * np.clip(2 * along - 1, 0, 1)  # the outer half hangs straight down
     outward = reach * np.minimum(1, along * np.where(is_willow, 1.6, 1))
     leaves = np.stack((outward * np.cos(turn), outward * np.sin(turn), z), 2)
     leaves += random.standard_normal(leaves.shape) * shape["leaf"][:, :, None]
-    # Wood: the stem, which becomes thinner.
+    # Wood: the stem, which becomes thinner towards the top.
     is_wood = random.random(size) < shape["wood"]
     height = random.random(size) * (0.4 + 0.6 * shape["base"])
     turn, thick = random.uniform(0, circle, size), 0.02 * (1 - height)
     wood = np.stack((thick * np.cos(turn), thick * np.sin(turn), height), 2)
     points = np.where(is_wood[:, :, None], wood, leaves)
-    # Stems lean from a fork on. All species have one stem, but a birch has two or three.
+    # Stems lean from a fork upwards. All species have one stem, except birches with two or three.
     stems = np.where(is_birch, random.integers(2, 4, (trees, 1)), 1)
     stem = np.where(is_wood, (random.random(size) * stems).astype(int), number % stems)
     turn = circle * (stem / stems + random.random((trees, 1)))
@@ -123,17 +123,17 @@ def _scan(points: Floats, noise: float, random: np.random.Generator) -> Floats:
     place = height * random.uniform(1, 1.6, trees), np.zeros(trees), np.full(trees, 1.5)
     away = points - np.stack(place, 1)[:, None]
     distance = np.linalg.norm(away, axis=2)
-    # Beams are counted by the angles across and up, and then over all trees.
+    # Number the beams by their horizontal and vertical angles, and then across all trees.
     angles = np.arctan2(away[:, :, 1], -away[:, :, 0]), np.arcsin(away[:, :, 2] / distance)
     across, up = (np.floor(angle / CELL).astype(int) % BEAMS for angle in angles)
     beam = (np.arange(trees)[:, None] * BEAMS + across) * BEAMS + up
     nearest = np.full(trees * BEAMS * BEAMS, np.inf)
-    # Not `nearest[beam] = …`: of several points in one beam that would keep the last, not the
+    # Not `nearest[beam] = …`: with several points in one beam, that would store the last, not the
     # nearest.
     np.minimum.at(nearest, beam.ravel(), distance.ravel())
-    # A beam is wider than a leaf: it also hits what is a little behind the first one.
+    # A beam is wider than a leaf: it also hits points slightly behind the first one.
     is_seen = distance < nearest[beam] + 0.04 * height[:, None]
-    order = np.argsort(random.random(is_seen.shape) + 2 * ~is_seen, axis=1)  # those first
+    order = np.argsort(random.random(is_seen.shape) + 2 * ~is_seen, axis=1)  # visible ones first
     order = np.take_along_axis(order, np.arange(POINTS) % is_seen.sum(1)[:, None], 1)
     error = noise * random.standard_normal(order.shape)
     stray = random.uniform(-0.2, 0.2, order.shape) * height[:, None]
@@ -176,7 +176,7 @@ def read_scans(directory: Path, seed: int) -> tuple[Floats, Integers, tuple[str,
             raise ValueError(f"{file}: has no points")
         random = np.random.default_rng((seed, number))
         order = random.permutation(len(scan))
-        # In float64: map coordinates have seven digits, of which float32 would lose the shape.
+        # In float64: map coordinates have seven digits, and float32 would lose the shape.
         drawn = scan[np.resize(order, POINTS)]
         points[number] = drawn - [*scan[:, :2].mean(0), scan[:, 2].min()]
     return points, np.array([species.index(one.parent.name) for one in files]), species
@@ -185,7 +185,7 @@ def read_scans(directory: Path, seed: int) -> tuple[Floats, Integers, tuple[str,
 def write_trees(
     file: Path, points: Floats, labels: Integers, species: tuple[str, ...] = SPECIES
 ) -> None:
-    """Write a file, complete or not at all."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
@@ -201,11 +201,11 @@ def write_trees(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, metavar="FILE", help="where to write them, an .npz file")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the .npz file to write")
     parser.add_argument("--las", type=Path, metavar="DIR", help="read scans: DIR/SPECIES/*.las")
     parser.add_argument("--trees", type=int, default=2400, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--noise", type=float, default=0.05, metavar="METRES", help="of a distance")
+    parser.add_argument("--noise", type=float, default=0.05, metavar="METRES", help="of distances")
     options = parser.parse_args(arguments)
     if options.trees < 1 or options.seed < 0 or not 0 <= options.noise < np.inf:
         parser.error("--trees must be 1 or more, --seed and --noise 0 or more")

@@ -1,11 +1,11 @@
-"""Start the ranks of a training on this machine, each behind a network link of a given bandwidth.
+"""Start the ranks of a training on this machine, each behind a network link with limited bandwidth.
 
     python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
 
 Each rank gets a separate network namespace, with a virtual cable to a bridge; `tc` limits what it
-sends and gets. Nothing outside of these namespaces is touched, and they end with the ranks. It
-needs Linux with `ip`, `tc`, `unshare` and `nsenter`, and root or user namespaces. hpml's channel
-does not reach into the namespaces: the script has to write its figures to result.json.
+sends and receives. Nothing outside of these namespaces is changed, and they end with the ranks.
+Needs Linux with `ip`, `tc`, `unshare` and `nsenter`, and root or user namespaces. hpml's channel
+does not reach into the namespaces: the script must write its figures to result.json.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import sys
 import time
 from pathlib import Path
 
-INSIDE = "SHAPED_RANKS_INSIDE"  # set in the namespace that holds the bridge
+INSIDE = "SHAPED_RANKS_INSIDE"  # set in the namespace of the bridge
 NETWORK = "10.77.0."
 
 
 def main() -> int:
-    """Start the ranks and wait for them; return the highest of their exit statuses."""
+    """Start the ranks and wait for them; return the highest exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mbit", type=float, required=True, help="Mbit/s of each rank's link")
@@ -40,9 +40,9 @@ def main() -> int:
             ranks.append(_start(rank, options))  # noqa: PERF401 - what was started is ended below
         for process in ranks:
             if process.stdin is not None:
-                process.stdin.close()  # they wait for it
+                process.stdin.close()  # lets the rank start
         while any(process.poll() is None for process in ranks):
-            if any(process.poll() for process in ranks):  # the others would wait for it
+            if any(process.poll() for process in ranks):  # otherwise the others wait for it
                 break
             time.sleep(0.05)
     finally:
@@ -77,13 +77,13 @@ def _start(rank: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         "WORLD_SIZE": str(options.ranks),
         "MASTER_ADDR": f"{NETWORK}1",
         "MASTER_PORT": "29500",
-        # The host name leads to an address outside of the namespace.
+        # The host name resolves to an address outside of the namespace.
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",  # no name server is in reach
+        "RES_OPTIONS": "timeout:1 attempts:1",  # no name server is reachable
         "SHAPED_MBIT": f"{options.mbit:g}",
     }
-    # Gloo binds to eth0 as soon as the script starts; until the cable is there, the rank waits.
+    # Gloo binds to eth0 as soon as the script starts, so the rank waits for the cable.
     wait = 'read -r _; exec "$@" </dev/null'
     process = subprocess.Popen(
         ["unshare", "--net", "--", "sh", "-c", wait, "sh", sys.executable, *options.command],
@@ -91,19 +91,19 @@ def _start(rank: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         env=environment,
     )
     here = os.readlink("/proc/self/ns/net")
-    while os.readlink(f"/proc/{process.pid}/ns/net") == here:  # until unshare has made its own
+    while os.readlink(f"/proc/{process.pid}/ns/net") == here:  # until unshare has created its own
         time.sleep(0.01)
     within = f"nsenter --target {process.pid} --net --"
     _run(f"ip link add cable{rank} type veth peer name eth0 netns {process.pid}")
     _run(f"ip link set cable{rank} master bridge0 up")
     _run(f"{within} ip address add {NETWORK}{rank + 1}/24 dev eth0")
     _run(f"{within} ip link set lo up")
-    # Packets of the real size: the kernel would send 64 KiB at once, far more than `burst`.
+    # Packets of real size: the kernel would send 64 KiB at once, far more than `burst`.
     _run(f"{within} ip link set eth0 gso_max_segs 1 up")
-    burst = max(16, int(options.mbit * 1000 / 8 / 250))  # KiB that pass at full speed, per 4 ms
+    burst = max(16, int(options.mbit * 1000 / 8 / 250))  # KiB at full speed, per 4 ms
     limit = f"tbf rate {options.mbit:g}mbit burst {burst}kb latency 300ms"
     _run(f"{within} tc qdisc add dev eth0 root {limit}")
-    _run(f"tc qdisc add dev cable{rank} root {limit}")  # what the rank gets
+    _run(f"tc qdisc add dev cable{rank} root {limit}")  # what the rank receives
     return process
 
 

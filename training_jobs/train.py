@@ -1,4 +1,4 @@
-"""A short training to fill in: it reports to hpml, saves, resumes and stops when asked to.
+"""A short training as a template: it reports to hpml, saves, resumes and stops when asked to.
 
     torchrun --standalone --nproc-per-node=2 train.py --steps 200
     hpml run job.yaml
@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 
 def batch_of(step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: they follow from step and rank, so a resume repeats nothing."""
+    """Return inputs and targets: they depend on step and rank, so a resume repeats nothing."""
     inputs = torch.randn(batch_size, 8, generator=torch.Generator().manual_seed(step * 4096 + rank))
     return inputs, inputs.sum(1, keepdim=True)
 
@@ -54,7 +54,7 @@ def main() -> None:
     if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo")
-    channel.event("preparation")  # all ranks are there
+    channel.event("preparation")  # all ranks have joined
     rank = dist.get_rank()
 
     torch.manual_seed(1)
@@ -62,7 +62,7 @@ def main() -> None:
     measure_waits(model, channel)  # finds the rank that the others wait for
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
-    # Another `job` than the checkpoint's is refused: its position in the data would be wrong.
+    # A checkpoint of another `job` is refused: its position in the data would be wrong.
     settings = {"ranks": dist.get_world_size(), "batch_size": options.batch_size}
     checkpoints = Checkpoints(options.checkpoint, job=settings, channel=channel)
     agreement, step, stop = StopAgreement(checkpoints.ranks), 0, False
@@ -92,7 +92,7 @@ def main() -> None:
             data_wait_seconds=waited,
             step_seconds=time.perf_counter() - began,
         )
-        # Ranks hear of a stop at different moments: they agree on the step after which all stop.
+        # Ranks learn of a stop at different times: they agree on the step after which all stop.
         stop = bool(agreement.exchange(channel.stop_requested()))
         # After a stop the save below follows at once.
         if step % options.save_every == 0 and not stop:
@@ -111,4 +111,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # at Python's own end threads of gloo may crash it (pytorch#190489)
+    os._exit(0)  # at a normal exit, gloo's threads may crash (pytorch#190489)

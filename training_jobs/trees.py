@@ -32,7 +32,7 @@ from hpml_waits import measure_waits, settle_buckets
 from trees_data import load_data
 from trees_model import MODELS
 
-NUMBERS = {  # options that are numbers
+NUMBERS = {  # numeric options
     "trees": (2400, 1, "to make if there is no --data"),
     "epochs": (8, 1, "length of the training"),
     "batch-size": (32, 1, "trees per rank and step"),
@@ -50,20 +50,20 @@ NUMBERS = {  # options that are numbers
     "checkpoint-every": (100, 1, "steps"),
     "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
 }
-# With others it is another training; the number of ranks and --batch-size may change together.
+# Other values mean another training; the number of ranks and --batch-size may change together.
 SAME = "epochs points width lr lr_warmup_steps weight_decay clip jitter seed model".split()
 SAME += ["feature_tnet", "regularizer"]
 REPORTED = ("model", "feature_tnet", "amp", "target_accuracy")
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
-    """Return the options of the command line; exits with 2 if they make no sense."""
+    """Return the options of the command line; exits with 2 if they are invalid."""
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=about)
     add = parser.add_argument  # without the usage an error is one line
-    add("--data", type=Path, metavar="FILE", help="written by make_trees.py; else made in memory")
+    add("--data", type=Path, metavar="FILE", help="from make_trees.py; default: generated")
     hpml_job.add_options(parser, NUMBERS)
-    add("--model", choices=tuple(MODELS), default="pointnet", help="box: knows the size only")
+    add("--model", choices=tuple(MODELS), default="pointnet", help="box: uses only the size")
     add("--feature-tnet", action="store_true", help="also transform the points' features")
     add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs with it")
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
@@ -82,7 +82,7 @@ class Run:
     def __init__(self, options: Namespace, channel: Channel, device: torch.device) -> None:
         self.options, self.channel, self.device, self.ranks = options, channel, device, Ranks()
         self.data = data = load_data(options, self.ranks)
-        torch.manual_seed(options.seed)  # the same weights on all ranks
+        torch.manual_seed(options.seed)  # same weights on all ranks
         more = {"feature_tnet": True} if options.feature_tnet else {}
         self.network = MODELS[options.model](len(data.species), options.width, **more).to(device)
         self.model = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
@@ -92,7 +92,7 @@ class Run:
         self.optimizer = hpml_job.make_optimizer("nesterov", self.network.parameters(), **how)
         is_bf16 = options.amp == "bf16"
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
-        # By epoch: seconds, accuracy and loss on the validation part.
+        # By epoch: seconds, and accuracy and loss on the validation part.
         self.evaluations: dict[int, tuple[float, float, float]] = {}
         self.started, self.checkpoints = time.perf_counter(), None
         if options.checkpoint is not None:
@@ -107,7 +107,7 @@ def train_step(run: Run, batch: tuple[Tensor, Tensor, int]) -> Tensor:
     clouds, targets, count = batch
     with run.autocast():
         scores = run.model(clouds.to(run.device))
-    # The sum over all ranks divided by their trees: a last batch may be uneven.
+    # The sum over all ranks divided by their trees: the last batch may be uneven.
     loss = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
     if run.options.feature_tnet:
         loss = loss + run.options.regularizer * run.network.feature_tnet.penalty
@@ -150,7 +150,7 @@ def save(run: Run, step: int) -> None:
 
 
 def load(run: Run) -> int:
-    """Take over the newest checkpoint; return its step, 0 if there is none."""
+    """Restore the newest checkpoint; return its step, 0 if there is none."""
     found = run.checkpoints.load() if run.checkpoints else None
     if found is None:
         return 0
@@ -160,7 +160,7 @@ def load(run: Run) -> int:
     return int(found.step)
 
 
-# One loop to read from top to bottom, and to change.
+# One loop, to be read from top to bottom and changed.
 def train(options: Namespace, channel: Channel, device: torch.device) -> None:  # noqa: PLR0915
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     run = Run(options, channel, device)
@@ -195,7 +195,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:  
             took = time.perf_counter() - mark
             if step > steady:
                 samples, seconds = samples + batch[2], seconds + took
-                rate = samples / seconds if is_due else rate  # else it may be ahead of the GPU
+                rate = samples / seconds if is_due else rate  # otherwise ahead of the GPU
             channel.gauge(loss=loss, epoch=epoch)
             channel.count(
                 steps=1, samples=len(batch[1]), data_wait_seconds=waited, step_seconds=took
@@ -225,7 +225,7 @@ def report_end(run: Run, step: int, rate: float | None, *, stopped: bool) -> Non
     reached = [at for at, one, _ in evaluated.values() if target and one >= target]
     _, accuracy, loss = evaluated[max(evaluated)] if evaluated else [None] * 3
     test_accuracy = test_loss = table = None
-    if not stopped:  # once, at the end: the test trees must not decide how long to train
+    if not stopped:  # once, at the end: the test trees must not influence how long to train
         with run.channel.timed("evaluation_seconds"):
             test_accuracy, test_loss, table = evaluate(run, "test")
         say(run.ranks, f"test accuracy {test_accuracy:.4f}, loss {test_loss:.4f}")
@@ -250,7 +250,7 @@ def report_end(run: Run, step: int, rate: float | None, *, stopped: bool) -> Non
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line that names the reason."""
+    """Join the other ranks, train, and exit with 0, or with 2 and a line with the reason."""
     hpml_job.run(train, parse(arguments))
 
 

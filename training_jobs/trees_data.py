@@ -1,4 +1,4 @@
-"""What a rank reads and computes with: clouds of trees, and its part of each batch."""
+"""The point clouds that a rank reads, and its part of each batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from make_trees import SPECIES, Floats, Integers, make_trees
 
 
 class Data:
-    """The trees of this rank: centred, and of size 1, so that only the shape differs."""
+    """The trees of this rank: centred and scaled to size 1, so that only their shape differs."""
 
     def __init__(self, options: Namespace, ranks: Ranks) -> None:
         if options.data is None:
@@ -30,7 +30,7 @@ class Data:
             clouds = clouds - clouds.mean(1, keepdim=True)
             clouds /= clouds.square().sum(2).mean(1).sqrt().clamp(min=1e-9)[:, None, None]
         numbers, self.parts = torch.arange(len(targets)), dict[str, tuple[Tensor, Tensor]]()
-        for part, every in (("test", 5), ("validation", 10)):  # of the trees that are left
+        for part, every in (("test", 5), ("validation", 10)):  # of the remaining trees
             is_held_out = torch.arange(len(numbers)) % every == 0
             self.parts[part] = clouds[numbers[is_held_out]], targets[numbers[is_held_out]]
             numbers = numbers[~is_held_out]
@@ -41,14 +41,14 @@ class Data:
             raise ValueError(f"--trees {len(targets)}: too few to train with")
 
     def batch_of(self, step: int) -> tuple[Tensor, Tensor, int]:
-        """Return this rank's part of a step's batch, and how many trees all ranks have."""
+        """Return this rank's part of a step's batch, and the number of trees on all ranks."""
         epoch, place = divmod(step, self.steps_per_epoch)
         seed = self.options.seed * 1_000_003 + epoch
         order = torch.randperm(len(self.targets), generator=torch.Generator().manual_seed(seed))
         numbers = order[place * self.batch :][: self.batch]
         mine = numbers[self.ranks.rank :: self.ranks.world_size]
         clouds = [self.augmented(number, seed) for number in mine.tolist()]
-        empty = torch.empty(0, self.options.points, 3)  # a last batch may have few trees
+        empty = torch.empty(0, self.options.points, 3)  # the last batch may have too few trees
         return torch.stack(clouds) if clouds else empty, self.targets[mine], len(numbers)
 
     def groups_of(self, clouds: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class Data:
         return clouds[:, : count * groups].view(trees, count, groups, 3).transpose(1, 2)
 
     def augmented(self, number: int, seed: int) -> Tensor:
-        """Return points of a tree, turned about the vertical axis; tree and epoch decide how."""
+        """Return a tree's points, turned about the vertical axis, depending on tree and epoch."""
         options = self.options
-        # From the tree, not from the rank: any number of ranks trains with the same clouds.
+        # Seeded by tree, not by rank: any number of ranks trains with the same clouds.
         random = torch.Generator().manual_seed(seed * 1_000_003 + number)
         cloud = self.clouds[number]
         cloud = cloud[torch.randint(len(cloud), (options.points,), generator=random)]
@@ -79,7 +79,7 @@ def read_trees(file: Path) -> tuple[Floats, Integers, tuple[str, ...]]:
     """Return points, labels and species of a file.
 
     Raises:
-        ValueError: it cannot be read, or has something else.
+        ValueError: it cannot be read, or contains something else.
     """
     try:
         with np.load(file) as content:
@@ -96,10 +96,10 @@ def read_trees(file: Path) -> tuple[Floats, Integers, tuple[str, ...]]:
 
 
 def load_data(options: Namespace, ranks: Ranks) -> Data:
-    """Return the data of this rank, and make the directories of the results.
+    """Return the data of this rank, and create the directories of the results.
 
     Raises:
-        JobError: that is impossible on one rank; it is raised on all, so that none waits for it.
+        JobError: that fails on one rank; it is raised on all, so that none waits for it.
     """
     data, problem, size = None, "", 0
     try:
@@ -107,7 +107,7 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
         size = len(data.targets)
     except (ValueError, OSError) as error:
         problem = str(error)
-    # Ranks that see different files would take different numbers of steps, and some wait for ever.
+    # Ranks with different files would take different numbers of steps, and some would wait forever.
     raise_together(ranks, problem)
     if data is None or len(sizes := set(ranks.gather(size))) > 1:
         raise JobError(f"--data {options.data}: ranks see different numbers of trees, {sizes}")

@@ -1,4 +1,4 @@
-"""PointNet with one or two T-Nets, and a network that gets only the size of a tree; of trees.py."""
+"""PointNet with one or two T-Nets for trees.py, and a baseline that only gets a tree's size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 def layers(*widths: int) -> nn.Sequential:
     """Return a small network that is applied to each point separately.
 
-    LayerNorm, not BatchNorm: no tree's result depends on the other trees of a batch, so any number
-    of ranks computes the same.
+    LayerNorm, not BatchNorm: a tree's result does not depend on the other trees of a batch, so any
+    number of ranks computes the same.
     """
     parts: list[nn.Module] = []
     for before, after in zip(widths, widths[1:]):  # noqa: B905, RUF007 - Python 3.9
@@ -24,8 +24,8 @@ class TNet(nn.Module):
     The matrix is the identity before training.
 
     Attributes:
-        penalty: of the last clouds, how far their matrices are from orthogonal: the sum over the
-            trees of the squared Frobenius norm of I - A A^T.
+        penalty: how far the matrices of the last clouds are from orthogonal: the sum over the trees
+            of the squared Frobenius norm of I - A A^T.
     """
 
     penalty: Tensor
@@ -40,11 +40,11 @@ class TNet(nn.Module):
         nn.init.zeros_(self.matrix.bias)
 
     def forward(self, cloud: Tensor) -> Tensor:
-        """Return the changed values (trees, points, values)."""
+        """Return the transformed values (trees, points, values)."""
         matrix = self.matrix(self.cloud(self.points(cloud).amax(1)))
         one = torch.eye(self.values, device=matrix.device, dtype=matrix.dtype)
         matrix = matrix.view(-1, self.values, self.values) + one
-        with torch.autocast(cloud.device.type, enabled=False):  # a small difference of large sums
+        with torch.autocast(cloud.device.type, enabled=False):  # small difference of large sums
             exact = matrix.float()
             self.penalty = (exact @ exact.mT - one.float()).square().sum()
         turned: Tensor = cloud @ matrix
@@ -70,7 +70,7 @@ class PointNet(nn.Module):
         points = self.tnet(cloud)
         if self.feature_tnet is None:
             points = self.points(points)
-        else:  # after two layers: each has three modules
+        else:  # after two layers of three modules each
             points = self.points[6:](self.feature_tnet(self.points[:6](points)))
         scores: Tensor = self.classify(points.amax(1))
         return scores

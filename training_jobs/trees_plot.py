@@ -1,4 +1,4 @@
-"""Draw what trees.py reached: a tree of each species, accuracy by epoch, and the confusion matrix.
+"""Plot the results of trees.py: a tree of each species, accuracy by epoch, and confusion matrix.
 
     python trees.py --output results
     python trees_plot.py results trees.png
@@ -22,11 +22,11 @@ class Result(TypedDict):
 
     evaluations: dict[str, tuple[float, float, float]]  # by epoch: seconds, accuracy, loss
     species: list[str]
-    confusion: list[list[int]] | None  # of the test; None if the training was stopped
+    confusion: list[list[int]] | None  # from the test; None if the training was stopped
 
 
 def draw(result: Result, file: Path) -> None:
-    """Write a picture of a result.json."""
+    """Draw the plots of a result.json."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second
 
     figure = Figure(figsize=(11, 8), layout="constrained")

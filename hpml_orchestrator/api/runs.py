@@ -1,4 +1,4 @@
-"""Jobs, their submission, and runs on record: state, output, results, events and reports."""
+"""Jobs, their submission, and recorded runs: state, output, results, events and reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hpml_orchestrator")
 
 _NO_FILE = "make_job(…)"
-"""In place of a job file's name."""
+"""Stands in for the name of a job file."""
 
 
 def _expect(valid: bool, field: str, value: object, right: str) -> None:
@@ -61,14 +61,13 @@ def _seconds(timeout: float | None) -> float:
 
 
 def make_job(**fields: object) -> Job:
-    """Return a job, which is checked as a job file is.
+    """Return a job that is validated like a job file.
 
     Args:
-        fields: those of a job file; relative paths start at the current directory.
+        fields: fields of a job file; relative paths start at the current directory.
 
     Raises:
-        InputError: a field is wrong; the message names every one.
-
+        InputError: fields are wrong; the message names each of them.
     >>> from hpml_orchestrator import make_job
     >>> make_job(name="fit", command=["true"], resources={"nodes": 2, "time": "10m"}).resources.time
     600
@@ -78,7 +77,7 @@ def make_job(**fields: object) -> Job:
 
 
 def _said(written: Json, defaults: Json) -> Json:
-    """Return the fields of a job without those that are empty, which a site profile may fill."""
+    """Return the fields of a job without empty ones, which a site profile may fill in."""
     return {
         name: _said(value, defaults[name]) if isinstance(value, dict) and value else value
         for name, value in written.items()
@@ -89,7 +88,7 @@ def _said(written: Json, defaults: Json) -> Json:
 def _load(
     job: Job | str | Path, settings: Mapping[str, object] | None, site: str | Path, *, local: bool
 ) -> ResolvedJob:
-    """Return a job, complete with the fields of the site profile."""
+    """Return a job, completed with the fields of the site profile."""
     valid = isinstance(settings or {}, Mapping) and all(
         isinstance(one, str) for one in settings or ()
     )
@@ -114,22 +113,21 @@ def _load(
 
 
 class Run:
-    """A run on record: a job, a job array or one of its tasks.
+    """A recorded run: a job, a job array or one of its tasks.
 
     Each method raises a RecordError if the record cannot be read. `logs`, `results`, `events` and
     `report` raise an InputError for a job array: choose one of its `tasks()`.
 
     Args:
-        word: what names it for `hpml show`: its id, the name of its job, a job id, or `last`; or
-            its record.
+        word: as for `hpml show`: its id, the name of its job, a job id, or `last`; or its record.
         records: directory of the records; default: `HPML_HOME`.
 
     Attributes:
-        id: the run's id; of a task of an array with its index.
+        id: the run's id; for a task of an array, with its index.
 
     Raises:
         NotFoundError: no run has that name, or the directory does not exist.
-        InputError: the word names several runs.
+        InputError: the word matches several runs.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class Run:
         return summary_html(state_of(self._store, self._submission))
 
     def _state_of_one(self, has: str) -> State:
-        """Return the state of a single run; `has` names what an array as a whole does not have."""
+        """Return the state of a single run; `has` names what an array as a whole lacks."""
         choose = "choose one of `tasks()`"
         return state_of(self._store, one_run(self._submission, field="Run", has=has, choose=choose))
 
@@ -167,16 +165,16 @@ class Run:
 
         Args:
             timeout: seconds to wait; None: without limit.
-            must_complete: whether to raise an error if it ends in another state than COMPLETED.
+            must_complete: raise an error if it ends in another state than COMPLETED.
 
         Raises:
             JobFailedError: it did not complete; the error's `run` is the id.
-            WaitTimeoutError: it has not ended in time; it continues.
+            WaitTimeoutError: it did not end in time; it continues.
         """
         deadline = time.monotonic() + _seconds(timeout)
 
         def refuse_late(state: State) -> None:
-            # A run that ended in the last moment has ended: the state comes before the deadline.
+            # A run that ended at the last moment has ended: check the state before the deadline.
             if not state.over and time.monotonic() >= deadline:
                 hint = f"it continues; `cancel()` or `hpml cancel {self.id}` cancels it"
                 raise WaitTimeoutError(f"{self.id} is {state.state} after {timeout:g} s", hint=hint)
@@ -187,7 +185,7 @@ class Run:
         return state.state
 
     def cancel(self) -> str:
-        """Cancel the job, and return what was done; a run that has ended stays as it is.
+        """Cancel the job, and return what was done; a run that has ended does not change.
 
         Raises:
             SchedulerUnavailable: it is still being submitted, or the scheduler does not answer.
@@ -198,14 +196,14 @@ class Run:
         return outcome
 
     def tasks(self) -> list[Run]:
-        """Return the tasks of a job array, by index; for a single job only the run itself."""
+        """Return the tasks of a job array, by index; for a single job, only the run itself."""
         if not self._submission.is_array():
             return [self]
         tasks = [replace(self._submission, index=index) for index, _ in self._submission.runs()]
         return [Run(task, records=self._store.root) for task in tasks]
 
     def logs(self, lines: int = 0) -> str:
-        """Return the output so far, or only its last `lines`; what is not UTF-8 becomes U+FFFD."""
+        """Return the output so far, or its last `lines`; bytes that are not UTF-8 become U+FFFD."""
         _expect(isinstance(lines, int) and lines >= 0, "lines", lines, "a number of lines")
         return read_output(self._state_of_one("output").run, lines)
 
@@ -214,10 +212,10 @@ class Run:
         return last_result(self._state_of_one("results"))
 
     def events(self) -> list[dict[str, object]]:
-        """Return the events of all attempts, in the order of their time.
+        """Return the events of all attempts, ordered by time.
 
         Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (or
-        None) and the data of the event by name.
+        None) and the event's data by name.
         """
         rows = []
         for attempt in self._state_of_one("events").run.attempts():
@@ -227,7 +225,7 @@ class Run:
         return rows
 
     def report(self) -> Report:
-        """Return why it is slow, and what to change; a NotFoundError if it has not started."""
+        """Return why it is slow, and what to change; raises NotFoundError if it has not started."""
         state, site = self._state_of_one("report"), os.environ.get("HPML_SITE", "")
         return Report(diagnose_run(state, site=site, notice=_log.warning))
 
@@ -246,7 +244,7 @@ def submit(
     Args:
         job: the job, or the path of its job file.
         settings: fields of the job file to change, such as `{"resources.nodes": 4}`.
-        site: the only site profile to use, or `none`; default: as `hpml` finds profiles.
+        site: the only site profile to use, or `none`; default: the profiles that `hpml` finds.
         local: whether to run it on this machine; default: on Slurm if `sbatch` is on PATH.
         check: whether to check the job first, as `hpml check` does.
         records: directory of the records; default: `HPML_HOME`.
@@ -275,13 +273,13 @@ def run(
     records: str | Path | None = None,
     timeout: float | None = None,
 ) -> Run:
-    """Submit a job as `submit` does, wait until it has ended as `Run.wait` does, return its run.
+    """Submit a job as `submit` does, wait for its end as `Run.wait` does, and return its run.
 
     Raises:
         JobFailedError: it ended in another state than COMPLETED; the error's `run` is its id.
-        WaitTimeoutError: it has not ended after `timeout` seconds; it continues.
+        WaitTimeoutError: it did not end within `timeout` seconds; it continues.
     """
-    _seconds(timeout)  # refuse a wrong timeout before a job exists
+    _seconds(timeout)  # reject a wrong timeout before a job exists
     submitted = submit(job, settings=settings, site=site, local=local, check=check, records=records)
     submitted.wait(timeout)
     return submitted
@@ -301,7 +299,7 @@ def list_runs(
         state: only runs in these states, separated by commas, such as `failed,timeout`.
         since: only runs submitted since then: `3d`, a date such as `2026-11-20`, or a datetime.
         name: a name, or a pattern such as `digits-*`.
-        limit: number of runs; None: all.
+        limit: maximum number of runs; None for all.
         records: directory of the records, which must exist; default: `HPML_HOME`.
     """
     _expect(isinstance(name, str), "name", name, "a name or a pattern")
@@ -316,14 +314,14 @@ def list_runs(
 
 
 def sweep_report(word: str = "last", *, records: str | Path | None = None) -> SweepReport:
-    """Return the report of a sweep; of an unfinished one it has what is known so far.
+    """Return the report of a sweep; for an unfinished sweep, the results so far.
 
     Args:
         word: the sweep's id, a unique beginning or end of it, or `last`.
         records: as for `list_runs`.
 
     Raises:
-        InputError: a package of the extra `sweep` is missing, or the word names several sweeps.
+        InputError: a package of the extra `sweep` is missing, or the word matches several sweeps.
     """
     _expect(isinstance(word, str), "word", word, "a text: a sweep's id or `last`")
     check_extra()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
 
 SECONDS = 110.0
-"""After which the measuring program ends; with its start that is two minutes."""
+"""Time limit of the measuring program; including its start, that makes two minutes."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MODULES = (
@@ -44,13 +44,13 @@ from hpml_orchestrator.bench.measure import main
 sys.exit(main())
 """
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_MEMORY_MIB = 4096  # for the node, and again for each GPU
-_TIME = "00:10:00"  # measuring takes two minutes at most; the rest is for slow starts
+_MEMORY_MIB = 4096  # for the node, plus the same for each GPU
+_TIME = "00:10:00"  # measuring takes at most two minutes; the rest is for slow starts
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that the user wants: a number, or names."""
+    """The nodes that the user requests: a number, or names."""
 
     count: int = 1
     names: tuple[str, ...] = ()
@@ -58,20 +58,20 @@ class Nodes:
 
 @dataclass(frozen=True)
 class BenchSize:
-    """What the job requests of each node."""
+    """What the job requests on each node."""
 
     cpus: int = 1
     gpus: int = 0
     memory_mib: int | None = None
-    partition: str = ""  # empty: the usual one
+    partition: str = ""  # empty: the default
     exclude: tuple[str, ...] = ()  # nodes of the partition that have another size
 
 
 def place_program(directory: Path) -> Path:
     """Write the measuring program for the nodes, a zip archive, and return its path.
 
-    Its name has the digest of its content, so that a job that waits in the queue runs the program
-    that it was submitted with.
+    Its name contains a digest, so that a job runs the program with which it was submitted, however
+    long it waits in the queue.
 
     Raises:
         RecordError: it cannot be written.
@@ -90,7 +90,7 @@ def place_program(directory: Path) -> Path:
 
 
 def parse_nodes(text: str) -> Nodes:
-    """Return what `--nodes` names: a number of nodes, or a list such as `node[1-3],node7`.
+    """Parse `--nodes`: a number of nodes, or a list such as `node[1-3],node7`.
 
     Raises:
         InputError: it is neither.
@@ -115,18 +115,18 @@ def parse_nodes(text: str) -> Nodes:
 
 
 def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> BenchSize:
-    """Return what to request of each node so that the job gets the whole node.
+    """Return what to request on each node so that the job gets the whole node.
 
-    Of a partition with several kinds of nodes the most frequent kind is measured, unless the nodes
-    are named; then the job gets as much of each as the smallest one has.
+    In a partition with several kinds of nodes the most frequent kind is measured, unless the user
+    names nodes; then the job requests what the smallest of them has.
 
     Args:
-        nodes: that the user wants.
-        partition: that the job names, perhaps several.
+        nodes: nodes that the user requests.
+        partition: the job's partition, perhaps several.
         cluster: None for this machine.
 
     Raises:
-        InputError: a node does not exist, or none of the partitions has all of them.
+        InputError: a node does not exist, or no partition contains all of them.
     """
     if cluster is None:
         here = short_hostname()
@@ -139,7 +139,7 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Ben
                 hint="leave --nodes out, or submit to a Slurm cluster",
             )
         return BenchSize(len(cpu_ids()), len(gpu_ids()), _memory(len(gpu_ids()), memory_mb()))
-    if not cluster.nodes or not cluster.partitions:  # PrivateData: the user names sizes
+    if not cluster.nodes or not cluster.partitions:  # PrivateData: the user sets the sizes
         return BenchSize()
     chosen = _partition(nodes, partition, cluster)
     if chosen is None:
@@ -150,8 +150,8 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Ben
         members = tuple(node for node in cluster.nodes if node.name in nodes.names)
     else:
         usable = [node for node in members if node.up] or list(members)
-        # Siblings must be of one kind to be compared. Slurm would mix the kinds of a partition, so
-        # the nodes of all others are excluded.
+        # Only nodes of one kind can be compared. Slurm would mix the kinds of a partition, so
+        # exclude the nodes of all others.
         kinds = Counter(map(_kind, usable))
         kind = max(kinds, key=lambda one: (kinds[one] >= nodes.count, kinds[one]), default=None)
         exclude = tuple(node.name for node in members if _kind(node) != kind)
@@ -180,7 +180,7 @@ def _memory(gpus: int, least: int) -> int:
 
 
 def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition | None:
-    """Return the partition that the job names; else the default one, or one with all the nodes."""
+    """Return the job's partition; else the default one, or one with all the nodes."""
     known = {node.name for node in cluster.nodes}
     for name in nodes.names:
         if name not in known:
@@ -215,8 +215,8 @@ def job_fields(
     """Return the fields of the job file; command line and site profile may add others.
 
     Args:
-        size: what to ask of each node.
-        nodes: that the user wants.
+        size: what to request on each node.
+        nodes: nodes that the user requests.
         program: the measuring program.
         args: its arguments.
     """
@@ -242,7 +242,7 @@ def job_fields(
         "launcher": "srun",
         "script": str(program),
         "args": list(args),
-        # The parts bind themselves, one of them on purpose to a remote domain.
+        # The parts bind themselves, one of them to a remote domain on purpose.
         "binding": "none",
         "monitor": False,
         "checkpoint": False,
@@ -251,7 +251,7 @@ def job_fields(
 
 
 def own_python(job: Job) -> str:
-    """Return the Python to measure with if the job names no software; else nothing."""
+    """Return the Python for measuring if the job sets no software; else an empty string."""
     software = job.environment
     named = software.modules or software.conda or software.venv or software.container
     return "" if named or software.python != "python" else own_interpreter()
@@ -261,9 +261,9 @@ def arguments(job: Job, shared: str, seconds: float) -> list[str]:
     """Return the arguments of the measuring program.
 
     Args:
-        job: how many GPUs it has.
+        job: the job, for its number of GPUs.
         shared: the directory on the shared file system to measure; empty for that of the records.
-        seconds: after which it ends.
+        seconds: its time limit.
     """
     options: Mapping[str, str] = {
         "--out": "{run.dir}/bench",

@@ -1,7 +1,7 @@
 """Measure one node: GPUs, processors, memory, disks, file systems and all-reduce.
 
-It travels to the nodes in an archive with the modules that it imports, and needs Python 3.9. Each
-part runs in separate processes with a time limit, so that a GPU or a file server that hangs is a
+It reaches the nodes in an archive with the modules that it imports, and needs Python 3.9. Each
+part runs in separate processes with a time limit, so that a hanging GPU or file server becomes a
 finding. The result is one JSON file per node.
 """
 
@@ -37,17 +37,17 @@ from hpml_orchestrator.topology.cpulist import parse_list
 if TYPE_CHECKING:
     import torch
 
-# Figures of `hpml bench`: how the parts repeat, print and bind what they measure.
+# Figures of `hpml bench`: how the parts repeat, print and bind their measurements.
 
 MIB = 1 << 20
 REPEATS = 15
 LEAST_REPEATS = 3
 ANSWER = "hpml-bench: "
-"""Begins the lines of a part's output that are answers."""
+"""Prefix of the lines of a part's output that are answers."""
 
-_SECONDS = 1.0  # for the repeats of one figure
-# The period of CPU quotas (Linux: cpu.max, 100 ms by default): a repeat that is shorter may pass
-# between two pauses, and the best ones would not show that the node is throttled.
+_SECONDS = 1.0  # for all repeats of one figure
+# The period of CPU quotas (Linux: cpu.max, 100 ms by default). Shorter repeats could fit between
+# two pauses, and the best ones would hide that the node is throttled.
 _REPEAT_SECONDS = 0.1
 _FIGURES_PARTS = 4
 
@@ -56,11 +56,11 @@ Tracks = Sequence[Sequence[float]]
 
 
 class Unmeasured(Exception):  # noqa: N818 - not a fault
-    """A part cannot be measured here, though nothing is broken."""
+    """A part cannot be measured here, although nothing is broken."""
 
 
 def answer(**fields: object) -> None:
-    """Print an answer at once, so that it counts even if the part hangs after it."""
+    """Print an answer at once, so that it counts even if the part hangs afterwards."""
     sys.stdout.write(f"\n{ANSWER}{json.dumps(fields)}\n")
     sys.stdout.flush()
 
@@ -68,22 +68,22 @@ def answer(**fields: object) -> None:
 def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> None:
     """Print a figure and its spread.
 
-    Other processes, hypervisors and interrupts only ever add time, so that the fastest repeats are
-    nearest to what the hardware can do, and differ less between runs than the median (Chen and
-    Revels 2016, "Robust benchmarking in noisy environments"; STREAM reports the fastest repeat as
-    well). The figure is the rate that a tenth of the repeats reach, since the very fastest ones
-    may fall between two pauses that a CPU quota causes, or gain while a neighbour pauses.
+    Other processes, hypervisors and interrupts only ever add time. So the fastest repeats are
+    closest to what the hardware can do, and vary less between runs than the median (Chen and
+    Revels 2016, "Robust benchmarking in noisy environments"; STREAM also reports the fastest
+    repeat). The figure is the rate that a tenth of the repeats reach, since the very fastest ones
+    may fall between two pauses of a CPU quota, or gain while a neighbour pauses.
 
-    The spread is half of the range of the same estimate in the best three of four successive parts
-    of the repeats. It does not include the scatter of single repeats, nor one part that is lower;
-    it does include disturbance or throttling that lasts for half of the time.
+    To get the spread, split the repeats into four successive parts and compute the same estimate
+    for each: the spread is half the range of the best three. So it excludes the scatter of single
+    repeats and one slow part, but includes disturbance or throttling during half of the time.
 
     Args:
-        name: of the figure.
-        tracks: rates of the repeats, in the order of time, for each thread that worked by itself
-            at the same time; the figure is their sum.
-        unit: of the rates.
-        ranks: that took part.
+        name: name of the figure.
+        tracks: rates of the repeats, in order of time, for each thread that worked separately at
+            the same time; the figure is their sum.
+        unit: unit of the rates.
+        ranks: number of ranks that took part.
     """
     value = sum(map(_best_tenth, tracks))
     parts = sorted(sum(map(_best_tenth, part)) for part in zip(*map(_parts, tracks)))  # noqa: B905
@@ -104,7 +104,7 @@ def _parts(rates: Sequence[float]) -> list[Sequence[float]]:
 
 
 def repeated(work: Callable[[], object], amount: float, seconds: float = _SECONDS) -> list[float]:
-    """Return the rates of repeats, each of as many calls as fill the time of a repeat."""
+    """Return the rates of repeats, each with as many calls as fill the time of a repeat."""
     work()  # warm up
     rates: list[float] = []
     end = time.perf_counter() + seconds
@@ -163,11 +163,11 @@ def _one_per_core(cpus: set[int]) -> list[int]:
 
 # Measure memory, /dev/shm, the local disk and the shared file system, without PyTorch.
 
-_MEMORY_BYTES = 512 * MIB  # of a domain: far more than any cache
-_MEMORY_SECONDS, _DOMAIN_SECONDS = 6.0, 2.0  # for all domains, and at least for each
+_MEMORY_BYTES = 512 * MIB  # per domain: far larger than any cache
+_MEMORY_SECONDS, _DOMAIN_SECONDS = 6.0, 2.0  # for all domains, and at least per domain
 _OPEN_SECONDS = 2.0
 _FILE_REPEATS = 7
-_FILE_BYTES = 64 * MIB  # of one repeat
+_FILE_BYTES = 64 * MIB  # per repeat
 _BLOCK_BYTES = 4 * MIB
 _READERS = 4
 _SMALL_FILES, _SMALL_BYTES, _OPENERS = 512, 4096, 8
@@ -175,7 +175,7 @@ _WRITE_SECONDS = 8
 
 
 def measure_memory() -> None:
-    """Copy memory with one thread per core of each domain; bytes read and written count."""
+    """Copy memory with one thread per core of each domain; bytes read and written both count."""
     found = domains()
     seconds = max(_DOMAIN_SECONDS, _MEMORY_SECONDS / len(found))
     for number, cpus in found.items():
@@ -187,16 +187,16 @@ def measure_memory() -> None:
         def copy(
             cpu: int, size: int = size, gate: threading.Barrier = gate, loops: list[int] = loops
         ) -> None:
-            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            os.sched_setaffinity(0, {cpu})  # binds only this thread
             pages = mmap.mmap(-1, 2 * size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-            ctypes.memset(address, 1, 2 * size)  # the pages come from this thread's domain
+            ctypes.memset(address, 1, 2 * size)  # allocates the pages in this thread's domain
             while True:
                 gate.wait()
                 if not loops[0]:
                     return
                 for _ in range(loops[0]):
-                    ctypes.memmove(address + size, address, size)  # without Python's lock
+                    ctypes.memmove(address + size, address, size)  # releases the GIL
                 gate.wait()
 
         threads = [threading.Thread(target=copy, args=(cpu,), daemon=True) for cpu in cpus]
@@ -252,9 +252,9 @@ def filesystem(path: str) -> str:
 
 
 def measure_stream(part: str, directory: str, ranks: int | None) -> None:
-    """Write a file, each repeat with fsync, and read it again past the page cache.
+    """Write a file, with fsync in each repeat, and read it back past the page cache.
 
-    The file has no name while it is written: nothing is left of it, however this process ends.
+    The file has no name while it is written, so nothing is left of it, however this process ends.
     """
     about = os.statvfs(directory)
     free = about.f_bavail * about.f_frsize
@@ -283,14 +283,14 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
 
 
 def write_all(descriptor: int, block: bytes) -> None:
-    """Write a block completely; `os.write` may stop early."""
+    """Write a complete block; `os.write` may write only part of it."""
     view = memoryview(block)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 class DiskReader:
-    """Reads a file with several threads, with O_DIRECT if the file system has it."""
+    """Reads a file with several threads, using O_DIRECT if the file system supports it."""
 
     def __init__(self, descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -300,7 +300,7 @@ class DiskReader:
         with contextlib.suppress(OSError):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
             try:
-                # Some file systems accept O_DIRECT at `open` and refuse it at the first read.
+                # Some file systems accept O_DIRECT at `open` but refuse it at the first read.
                 os.preadv(self._descriptor, self._buffers[:1], 0)
             except OSError:
                 os.close(self._descriptor)
@@ -360,29 +360,29 @@ def measure_opens(directory: str, ranks: int | None) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-# Measure processors, GPUs and all-reduce, all with PyTorch.
+# Measure processors, GPUs and all-reduce with PyTorch.
 
 _GPU_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _ALLREDUCE_SECONDS = 12.0
-_CPU_SIZE = 1024  # of matrices: three of a core are 12 MiB
+_CPU_SIZE = 1024  # of matrices: three per core take 12 MiB
 _CPU_SECONDS = 6.0
 _AMPERE = 8  # the first architecture with bfloat16 and TF32
 
 
 def measure_cpu() -> None:
-    """Multiply matrices on all cores, on each by itself: a disturbed one does not stop the rest."""
+    """Multiply matrices on all cores, each separately, so that a slow core delays no other."""
     import torch  # noqa: PLC0415 - nodes may lack it
 
     cpus = [cpu for several in domains().values() for cpu in several]
-    native = bool(cpu_flags() & _BFLOAT16_FLAGS)  # else it is converted, and very slow
+    native = bool(cpu_flags() & _BFLOAT16_FLAGS)  # otherwise it is emulated, and very slow
     names = ("float32", "bfloat16") if native else ("float32",)
     for name in names:
-        # All cores begin together: a core that computes alone runs at a higher clock.
+        # Start all cores together: a core that computes alone runs at a higher clock rate.
         gate = threading.Barrier(len(cpus))
 
         def multiply(cpu: int, name: str = name, gate: threading.Barrier = gate) -> list[float]:
-            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            os.sched_setaffinity(0, {cpu})  # binds only this thread
             torch.set_num_threads(1)
             shape = _CPU_SIZE, _CPU_SIZE
             left, right = (torch.randn(*shape).to(getattr(torch, name)) for _ in range(2))
@@ -430,13 +430,13 @@ def measure_gpu(index: int, shm: str) -> None:
     size = int(min(1 << 30, about.total_memory // 8))
     source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     figure(f"gpu{index}.memory", [timed(lambda: target.copy_(source), 2.0 * size)], "B/s")
-    with alone(shm):  # GPUs share links and the memory of the host
+    with alone(shm):  # GPUs share links and host memory
         bound = gpu_domain(about)
         pinned = []
         for number, cpus in domains().items():
             os.sched_setaffinity(0, cpus)
             host = torch.zeros(256 * MIB, dtype=torch.uint8, pin_memory=True)
-            pinned.append(host)  # kept: freed memory would be used again, in the wrong domain
+            pinned.append(host)  # keep it: freed memory would be reused in the wrong domain
             device = target[: 256 * MIB]
             copy = partial(device.copy_, host, non_blocking=True)
             rates = timed(copy, float(device.numel()))
@@ -455,7 +455,7 @@ def alone(directory: str) -> Iterator[None]:
 
 
 def gpu_domain(about: object) -> int | None:
-    """Return the NUMA domain of a GPU; None if that is unknown, or this process may not use it."""
+    """Return the NUMA domain of a GPU; None if it is unknown, or closed to this process."""
     try:
         domain, bus, slot = (getattr(about, f"pci_{one}_id") for one in ("domain", "bus", "device"))
         place = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
@@ -463,7 +463,7 @@ def gpu_domain(about: object) -> int | None:
             number = int(stream.read())
     except (AttributeError, OSError, ValueError):
         return None
-    # The kernel writes -1 if it does not know the domain, and that is in no list.
+    # The kernel writes -1 if it does not know the domain, and -1 is never in the list.
     return number if number in domains() else None
 
 
@@ -471,7 +471,7 @@ def gpu_domain(about: object) -> int | None:
 
 
 def measure_allreduce(part: str, options: argparse.Namespace) -> None:
-    """Measure all-reduce over sizes; rank 0 of each node prints the curve."""
+    """Measure all-reduce for several sizes; rank 0 of each node prints the curve."""
     import torch  # noqa: PLC0415 - nodes may lack it
     from torch import distributed  # noqa: PLC0415 - torch is slow
 
@@ -502,7 +502,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
 
 
 def _allreduce_seconds(values: torch.Tensor, deadline: float) -> list[float]:
-    """Return the seconds of an all-reduce, once per repeat; none after the deadline."""
+    """Return the seconds of an all-reduce, one value per repeat; empty after the deadline."""
     import torch  # noqa: PLC0415 - nodes may lack it
     from torch import distributed  # noqa: PLC0415 - torch is slow
 
@@ -517,7 +517,7 @@ def _allreduce_seconds(values: torch.Tensor, deadline: float) -> list[float]:
     once = max(time.perf_counter() - begin, 1e-6)
     late = time.perf_counter() > deadline
     agreed = torch.tensor([0 if late else max(1, min(200, int(0.1 / once)))], device=values.device)
-    distributed.broadcast(agreed, 0)  # all ranks make the same calls
+    distributed.broadcast(agreed, 0)  # all ranks make the same number of calls
     calls, seconds = int(agreed), []
     for _ in range(REPEATS if calls else 0):
         distributed.barrier()
@@ -588,7 +588,7 @@ def part_of(options: argparse.Namespace) -> None:
 
 
 class NodeBench:
-    """Starts the parts in sequence and collects their answers."""
+    """Runs the parts in sequence and collects their answers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -599,7 +599,8 @@ class NodeBench:
         self.nodes = int(os.environ.get("WORLD_SIZE", "1"))
         self.children: list[subprocess.Popen[bytes]] = []
         shared = options.shared or options.out
-        # Of this run and node alone; who reads the results removes it again if this is killed.
+        # Specific to this run and node; if this process is killed, the reader of the results
+        # removes it.
         self.work = os.path.join(shared, f".hpml-bench-{options.run}-{self.name}")
         self.record: dict[str, Any] = {
             "schema_version": 1,
@@ -617,7 +618,7 @@ class NodeBench:
         }
 
     def measure(self) -> int:
-        """Measure all parts and write the result; it is written after each part, too."""
+        """Measure all parts and write the result, also after each part."""
         os.makedirs(self.options.out, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
@@ -658,11 +659,11 @@ class NodeBench:
             self.run("node", ranks=range(ranks), meet=meet)
 
     def ranks_inside(self) -> int:
-        """Return how many ranks the all-reduce inside the node has."""
+        """Return the number of ranks of the all-reduce inside the node."""
         return self.options.gpus or min(2, int(self.record["cpus"]))
 
     def compare_gpus(self, seen: int) -> None:
-        """Record GPUs that the job has and PyTorch does not see."""
+        """Record GPUs that the job has but PyTorch does not find."""
         wanted, torch = self.options.gpus, self.record["torch"]
         if torch and seen < wanted:
             if self.record.pop("no_gpu_support", False):
@@ -689,11 +690,11 @@ class NodeBench:
                 failed = f"ended with status {status}" if status else ""
             except subprocess.TimeoutExpired:
                 failed = f"no answer within {limit:.0f} s"
-                if limit < most:  # it may only be slow
+                if limit < most:  # it may just be slow
                     self.miss(name, "no time was left")
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(2)  # one that hangs in the kernel does not end
+                child.wait(2)  # a process that hangs in the kernel does not end
             self.children.remove(child)
             self.take(out)
             if failed:
@@ -706,8 +707,8 @@ class NodeBench:
     def start(
         self, part: str, index: int, meet: str
     ) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
-        """Start the process of a part; it ends with this one, however that ends."""
-        # Files, since a part may print more than a pipe holds before it is read.
+        """Start the process of a part; it dies with this process."""
+        # Files, since a part may print more than a pipe can buffer.
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         argv = [sys.executable, os.path.abspath(sys.argv[0]), "--part", part, "--index", str(index)]
         argv += ["--shared", self.work, "--meet", meet]
@@ -738,11 +739,11 @@ class NodeBench:
                         self.record[name] = value
 
     def miss(self, name: str, reason: str, *, failed: bool = False) -> None:
-        """Record why something is missing; of several ranks the first one counts."""
+        """Record why something is missing; with several ranks, only the first reason counts."""
         self.record["missing"].setdefault(name, {"reason": reason, "failed": failed})
 
     def write(self) -> None:
-        """Write the result in one step."""
+        """Write the result atomically."""
         seconds = time.monotonic() - self.begin
         self.record["seconds"] = round(seconds, 1)
         used = foreign_seconds() - self.busy
@@ -756,10 +757,10 @@ class NodeBench:
 def foreign_seconds() -> float:
     """Return the CPU seconds of this node that neither this process nor its parts used."""
     with open("/proc/stat", encoding="ascii") as stream:
-        # The two fields left out are idle and iowait. The line is cut before guest time, which
-        # user and nice already contain.
+        # The two omitted fields are idle and iowait. Stop before guest time, which user and nice
+        # already include.
         user, nice, system, _, _, *rest = map(int, stream.readline().split()[1:9])
-    own = sum(os.times()[:4])  # with children that have ended
+    own = sum(os.times()[:4])  # including ended children
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own
 
 
@@ -771,7 +772,7 @@ def last_line(err: IO[bytes]) -> str:
 
 
 def probe() -> None:
-    """Find PyTorch and the GPUs, which it lists; without PyTorch nvidia-smi does."""
+    """List the GPUs with PyTorch, or with nvidia-smi if PyTorch is missing."""
     try:
         import torch  # noqa: PLC0415 - nodes may lack it
     except ImportError:
@@ -787,7 +788,7 @@ def probe() -> None:
 
 
 def listed_gpus() -> list[dict[str, str]]:
-    """Return the GPUs that nvidia-smi lists; none without it."""
+    """Return the GPUs that nvidia-smi lists; empty without it."""
     argv = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)

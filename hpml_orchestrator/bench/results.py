@@ -1,7 +1,7 @@
-"""Results of `hpml bench`: one file per node and run, kept by node type, read as a report's roof.
+"""Results of `hpml bench`: one file per node and run, sorted by node type; and their comparison.
 
-A directory of results is `<directory>/<node type>/<node>/<run>.json`. Each file is written in one
-step and never changed, so any number of writers and readers may use a directory at the same time.
+A directory of results contains `<node type>/<node>/<run>.json`. Each file is written atomically and
+never changed, so any number of writers and readers may use a directory at the same time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NAME = re.compile(r"(?!\.)[\w.+-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate that a tenth of several repeats reach."""
+    """A rate that a tenth of the repeats reach."""
 
     value: float
     unit: str  # FLOP/s, B/s or 1/s
-    spread: float = 0.0  # of parts of the repeats, as a share of the value
-    ranks: int | None = None  # that took part in an all-reduce
+    spread: float = 0.0  # between parts of the repeats, relative to the value
+    ranks: int | None = None  # number of ranks in an all-reduce
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Missing:
     """Why something was not measured."""
 
     reason: str
-    failed: bool = False  # it broke or hung; otherwise it was left out, for example without PyTorch
+    failed: bool = False  # it broke or hung; otherwise it was skipped, for example without PyTorch
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BenchGpu:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run of `hpml bench` found on one node.
+    """Result of one run of `hpml bench` on one node.
 
     Attributes:
         figures: by names such as `gpu0.matmul.bfloat16`; higher is better.
@@ -76,7 +76,7 @@ class Measurement:
     time: float
     cpus: int = 0
     cpu_model: str = ""
-    load: float = 0.0  # share of the node's CPU time that other processes used meanwhile
+    load: float = 0.0  # share of the node's CPU time used by other processes
     torch: str = ""
     seconds: float = 0.0
     gpus: Sequence[BenchGpu] = ()
@@ -86,7 +86,7 @@ class Measurement:
 
 
 def parse(record: Mapping[str, Any]) -> Measurement:
-    """Return the measurement that a record holds.
+    """Parse the record of a measurement.
 
     Raises:
         RecordError: it is damaged.
@@ -119,7 +119,7 @@ def parse(record: Mapping[str, Any]) -> Measurement:
 
 
 def _check(name: str, figure: Rate, gpus: int) -> None:
-    """Refuse a figure that is not a number above 0, or of a GPU that is not listed."""
+    """Refuse a figure that is not a positive number, or whose GPU is not listed."""
     if not (math.isfinite(figure.value) and figure.value > 0 and math.isfinite(figure.spread)):
         raise ValueError(f"{name} is not a number above 0")
     index = name.partition(".")[0].removeprefix("gpu")
@@ -134,10 +134,10 @@ def _plain(value: object) -> str:
 
 
 def node_type(record: Mapping[str, Any], site: Site | None) -> str:
-    """Return the node type of the site profile that names a node, else one made of its hardware.
+    """Return a node's type: from the site profile, else derived from its hardware.
 
     Args:
-        record: of a measurement, with its `node`, `cpus`, `cpu_model` and `gpus`.
+        record: record of a measurement, with its `node`, `cpus`, `cpu_model` and `gpus`.
         site: the site profile.
     """
     named = _type_in_profile(str(record.get("node", "")), site)
@@ -151,7 +151,7 @@ def node_type(record: Mapping[str, Any], site: Site | None) -> str:
 
 def _type_in_profile(node: str, site: Site | None) -> str:
     for name, kind in site.node_types.items() if site else ():
-        with contextlib.suppress(InputError):  # its nodes in another form than a list
+        with contextlib.suppress(InputError):  # its nodes are not in list form
             if kind.nodes and node in expand(kind.nodes) and _NAME.fullmatch(name):
                 return name
     return ""
@@ -168,17 +168,17 @@ def directories_of(records: Path, profiles: Sequence[Path]) -> list[Path]:
 
     Args:
         records: the root of the user's records.
-        profiles: the site profiles, the weakest first.
+        profiles: the site profiles, lowest precedence first.
     """
     beside = [path.with_suffix(".bench") for path in reversed(profiles)]
     return [*beside, records / "bench"]
 
 
 def keep(measurements: Sequence[Measurement], directories: Sequence[Path]) -> Path:
-    """Write measurements to the first directory that can be written, and return it.
+    """Write measurements to the first writable directory, and return it.
 
     Raises:
-        RecordError: none of them can be written; names each with the reason.
+        RecordError: none is writable; lists each with the reason.
     """
     faults = []
     for directory in directories:
@@ -199,7 +199,7 @@ def _write(directory: Path, made: Measurement) -> None:
     # A file that another process has just removed sorts last, where nothing is deleted.
     results = sorted(directory.glob("*.json"), key=_modified)
     for old in results[:-_KEPT_PER_NODE]:
-        with contextlib.suppress(OSError):  # another hpml removes it, or it is not ours
+        with contextlib.suppress(OSError):  # another process removed it, or it is not ours
             old.unlink()
 
 
@@ -216,9 +216,9 @@ def read_all(
     """Return the stored measurements, oldest first, and the files that could not be read.
 
     Args:
-        directories: of results; those that do not exist are empty.
-        types: only of these node types.
-        nodes: only of these nodes.
+        directories: directories of results; missing ones are skipped.
+        types: only these node types.
+        nodes: only these nodes.
     """
     wanted_types, wanted_nodes = set(types), set(nodes)
     found: dict[tuple[str, str], Measurement] = {}
@@ -232,13 +232,13 @@ def read_all(
                     continue
                 for path in _entries(node):
                     if path.suffix != ".json" or path.name.startswith("."):
-                        continue  # somebody is writing it
+                        continue  # it is being written
                     try:
                         made = parse(read_json(path))
                     except HpmlError:
                         damaged.append(path)
                         continue
-                    # The directory names the type: a site may rename one.
+                    # The directory determines the type: a site may rename one.
                     found[made.node, made.run] = replace(made, type=kind.name)
     return sorted(found.values(), key=lambda made: made.time), damaged
 
@@ -264,13 +264,13 @@ def peaks_for(
 ) -> Peaks | None:
     """Return the peaks of nodes: measured by `hpml bench`, else from the GPU's specification.
 
-    The newest measurements of these nodes count; if there are none, those of their node type in the
+    Uses the newest measurements of these nodes; if there are none, those of their node type in the
     site profile, or of nodes with the same GPU.
 
     Args:
-        nodes: that a job ran on.
-        gpu: what the driver calls their GPUs; empty if it used none.
-        directories: of results, see `directories_of`.
+        nodes: nodes that a job ran on.
+        gpu: the driver's name of their GPUs; empty if the job used none.
+        directories: directories of results, see `directories_of`.
         site: the site profile.
     """
     places = list(directories)
@@ -284,7 +284,7 @@ def peaks_for(
     if not of_gpu:
         return specified
     measured = _peaks_of(list({made.node: made for made in of_gpu}.values()), gpu)
-    # Without GPUs a job uses gloo, which the bench of a node with GPUs does not measure.
+    # Without GPUs a job uses gloo, which is not measured on nodes with GPUs.
     alike = [made for made in reversed(of_gpu) if bool(made.gpus) == bool(gpu)]
     measured = replace(measured, allreduce=fits(alike))
     if specified is None:
@@ -304,13 +304,14 @@ def fits(measured: Iterable[Measurement]) -> dict[str, list[AllReduce]]:
     """Return latency and bandwidth of all-reduce, by `node` and `nodes`.
 
     Args:
-        measured: the preferred first; one of each number of ranks is returned, in this order.
+        measured: measurements, preferred ones first; the result has one fit for each number of
+            ranks, in this order.
     """
     found: dict[str, dict[int, AllReduce]] = {}
     for made in measured:
         for name, points in made.curves.items():
             ranks = max((ranks for ranks, _, _ in points), default=0)
-            # With too few sizes nothing can be fitted.
+            # A fit fails with too few sizes.
             with contextlib.suppress(InputError, ZeroDivisionError):
                 if ranks and ranks not in found.get(name, ()):
                     fit = fit_allreduce(*map(list, zip(*points, strict=True)))
@@ -322,9 +323,9 @@ def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> P
     """Return the peaks of a run's nodes, as far as measured or specified.
 
     Args:
-        facts: of the run.
+        facts: facts about the run.
         records: the root of the user's records.
-        site: the site profile, if there is one.
+        site: the site profile, if any.
     """
     named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
     gpus = [gpu.name for node in facts.nodes for gpu in node.gpus]
@@ -335,7 +336,7 @@ def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> P
         site=site.site if site else None,
     )
     if peaks is not None and facts.gpu_count and not gpus:
-        # Which GPUs it had is unknown: neither the processor's peak nor gloo's is theirs.
+        # Its GPUs are unknown: neither the processor's peak nor gloo's applies to them.
         return replace(peaks, flops={}, memory_bandwidth=None, allreduce={})
     return peaks
 
@@ -345,7 +346,7 @@ def _has(made: Measurement, gpu: str) -> bool:
 
 
 def _peaks_of(newest: Sequence[Measurement], gpu: str) -> Peaks:
-    """Return the medians over nodes; without GPUs the memory of a node is all of its domains."""
+    """Return the medians over nodes; without GPUs, a node's memory bandwidth sums its domains."""
     values: dict[str, list[float]] = {}
     readers = [made.figures[_SHARED].ranks or 1 for made in newest if _SHARED in made.figures]
     for made in newest:
@@ -354,7 +355,7 @@ def _peaks_of(newest: Sequence[Measurement], gpu: str) -> Peaks:
             part, _, rest = name.partition(".")
             index = part.removeprefix("gpu")
             if part == "shared" and (figure.ranks or 1) > min(readers, default=1):
-                continue  # more nodes than elsewhere read at the same time
+                continue  # more nodes read at the same time than elsewhere
             if part == "host":
                 of_node.setdefault("host.memory", []).append(figure.value)
             elif index.isdecimal() and made.gpus[int(index)].name == gpu:
@@ -379,26 +380,26 @@ def _peaks_of(newest: Sequence[Measurement], gpu: str) -> Peaks:
     )
 
 
-# Compare measurements of nodes with specification, own history and siblings; name outliers.
+# Compare measurements with the specification, the node's history and its siblings; name outliers.
 #
-# The rules: a figure that is more than 5 % below the median of its siblings, or of the node's own
-# history, is an outlier, but only if that distance is larger than the figure's own scatter and than
-# that of what it is compared with. A figure below half of the GPU's specification is one as well.
-# Nothing is compared with uncertain figures, nor with runs of which most figures are uncertain.
+# A figure that is more than 5 % below the median of its siblings, or of the node's own history, is
+# an outlier, but only if that distance exceeds the spread of the figure and that of its reference.
+# A figure below half of the GPU's specification is also an outlier. Uncertain figures, and runs
+# with mostly uncertain figures, are not used as references.
 
 BELOW = 0.05
-"""An outlier is further below than this; AMD's node check and ml-engineering use 5 % as well."""
+"""Outliers are further below than this; AMD's node check and ml-engineering also use 5 %."""
 
 UNCERTAIN = 0.03
-"""Repeats that scatter by more than this do not repeat well enough for a verdict."""
+"""Figures whose repeats scatter more than this are too uncertain for a verdict."""
 
 BUSY = 0.1
-"""Share of a node's CPUs from which on other processes make its CPUs and memory slower."""
+"""Share of a node's CPUs used by others above which its CPU and memory figures are too low."""
 
-_OVERLOADED = 0.5  # share of the CPUs: less time is left than the time limits of parts allow for
+_OVERLOADED = 0.5  # share of the CPUs: the rest is too little for the parts' time limits
 _OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
-_FEW = 3  # values: too few to leave out the extremes
-_LEAST_RUNS = 3  # the median of fewer is one of the extremes, which may be a lucky run
+_FEW = 3  # too few values to drop the extremes
+_LEAST_RUNS = 3  # the median of fewer may be a lucky run
 
 
 @dataclass(frozen=True)
@@ -407,8 +408,8 @@ class Reference:
 
     kind: str  # `siblings`, `history` or `specification`
     value: float
-    count: int = 1  # how many values it is the median of
-    spread: float = 0.0  # of those values
+    count: int = 1  # number of values of which it is the median
+    spread: float = 0.0  # spread of those values
 
 
 @dataclass(frozen=True)
@@ -419,8 +420,8 @@ class FigureComparison:
     name: str
     figure: Rate
     references: Sequence[Reference] = ()
-    outlier: str = ""  # the kind of reference that it is below
-    uncertain: bool = False  # its repeats scatter too much for a verdict, or others disturbed it
+    outlier: str = ""  # kind of the reference that it falls below
+    uncertain: bool = False  # too much scatter for a verdict, or disturbed by others
 
     def reference(self, kind: str) -> Reference | None:
         """Return the reference of that kind, if there is one."""
@@ -429,7 +430,7 @@ class FigureComparison:
 
 @dataclass(frozen=True)
 class BenchVerdict:
-    """What was found: every figure, and the findings as sentences."""
+    """The result: every figure, and the findings as sentences."""
 
     figures: Sequence[FigureComparison] = ()
     outliers: Sequence[FigureComparison] = ()
@@ -437,12 +438,12 @@ class BenchVerdict:
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def uncertain(self, node: str) -> tuple[int, int]:
-        """Return how many figures of a node are uncertain, and how many it has."""
+        """Return the number of uncertain figures of a node, and of all its figures."""
         own = [one.uncertain for one in self.figures if one.node == node]
         return sum(own), len(own)
 
     def alone(self, node: str) -> int:
-        """Return how many certain figures of a node have no reference yet."""
+        """Return the number of certain figures of a node that have no reference yet."""
         return sum(
             not one.uncertain and not one.references for one in self.figures if one.node == node
         )
@@ -454,7 +455,7 @@ class BenchVerdict:
 
     @property
     def normal(self) -> bool:
-        """Whether no node is an outlier and no part of one failed."""
+        """Whether no node is an outlier and no part of a node failed."""
         return not self.outliers and not self.failed
 
 
@@ -462,8 +463,8 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ben
     """Return the verdict on the nodes of one run.
 
     Args:
-        measured: by this run.
-        stored: by earlier runs, oldest first; measurements of this run do not count twice.
+        measured: measurements of this run.
+        stored: measurements of earlier runs, oldest first; those of this run are ignored.
     """
     figures = compare(measured, stored)
     outliers = [one for one in figures if one.outlier]
@@ -479,11 +480,11 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ben
 def compare(
     measured: Sequence[Measurement], stored: Sequence[Measurement]
 ) -> list[FigureComparison]:
-    """Return each figure of each node with its specification, own history and siblings."""
+    """Compare each figure of each node with its specification, own history and siblings."""
     runs = {made.run for made in measured}
     earlier = [_certain(made) for made in stored if made.run not in runs]
-    # Each sibling counts once, with its newest result; a node that is measured often would
-    # otherwise be the median.
+    # Each sibling counts once, with its newest result; otherwise a node that is measured often
+    # would dominate the median.
     newest = {made.node: made for made in [*earlier, *map(_certain, measured)]}
     found = []
     for made in measured:
@@ -506,7 +507,7 @@ def _is_uncertain(made: Measurement, name: str) -> bool:
 
 
 def _certain(made: Measurement) -> Measurement:
-    """Return a measurement with the figures that others may be compared with."""
+    """Return a measurement with only the figures that may serve as references."""
     kept = {n: one for n, one in made.figures.items() if not _is_uncertain(made, n)}
     return replace(made, figures=kept if 2 * len(kept) >= len(made.figures) else {})
 
@@ -537,7 +538,7 @@ def _of_cpus(made: Measurement, name: str) -> bool:
 def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> Iterator[Reference]:
     part, _, rest = name.partition(".")
     values = []
-    if _number(part) is not None:  # the other GPUs of this node
+    if _number(part) is not None:  # siblings are the other GPUs of this node
         values += _same(made, made, rest, but=name)
     elif part == "host":
         values += [
@@ -549,7 +550,7 @@ def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> It
         if other.type != made.type or not _same_conditions(made, other, name):
             continue
         if name == "nodes.allreduce":
-            continue  # it belongs to several nodes: history has it
+            continue  # it involves several nodes: compare only with the history
         if _number(part) is not None:
             values += _same(made, other, rest)
         elif name in other.figures and other.figures[name].ranks == made.figures[name].ranks:
@@ -576,7 +577,7 @@ def _history(made: Measurement, name: str, earlier: Sequence[Measurement]) -> It
         if figure is None or figure.ranks != made.figures[name].ranks:
             continue
         if index is not None and other.gpus[index] != made.gpus[index]:
-            continue  # it was replaced
+            continue  # the GPU was replaced
         if other.type == made.type and _same_conditions(made, other, name):
             values.append(figure.value)
     if len(values) >= _LEAST_RUNS:
@@ -610,24 +611,24 @@ def _number(part: str) -> int | None:
 
 def _reference(kind: str, values: Sequence[float]) -> Reference:
     ordered, median = sorted(values), statistics.median(values)
-    # One slow sibling would widen the spread of the reference so far that no outlier could be
-    # named, itself included. So the extremes do not count.
+    # One slow sibling would widen the reference's spread so far that no outlier could be detected,
+    # including itself. So drop the extremes.
     middle = ordered[1:-1] if len(ordered) > _FEW else ordered
     return Reference(kind, median, len(values), (middle[-1] - middle[0]) / 2 / median)
 
 
-# Collect the results of a run of `hpml bench`, and remove files that killed nodes left.
+# Collect the results of a run of `hpml bench`, and remove files left by killed nodes.
 
 _CUT_OFF = {"reason": "the job ended before all was measured", "failed": True}
 
 
 def collect(run: Path, rid: str, site: Site | None) -> tuple[list[Measurement], list[Path]]:
-    """Return the measurements in order of the nodes' names, and the files that cannot be read.
+    """Return the measurements ordered by node name, and the unreadable files.
 
     Args:
         run: the run's directory.
         rid: its id.
-        site: the site profile, which names types of nodes.
+        site: the site profile, which defines node types.
     """
     found: list[Measurement] = []
     damaged: list[Path] = []
@@ -643,11 +644,11 @@ def collect(run: Path, rid: str, site: Site | None) -> tuple[list[Measurement], 
 
 
 def clean_up(shared: Path, rid: str) -> None:
-    """Remove what nodes that were killed left on the shared file system.
+    """Remove files that killed nodes left on the shared file system.
 
     Args:
         shared: the directory that was measured.
-        rid: the run's id, which is part of the names of the nodes' files.
+        rid: the run's id, which is part of the file names.
     """
     for path in shared.glob(f".hpml-bench-{rid}-*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Word what `hpml bench` found: a table of figures, the findings, and the same as JSON."""
+"""Present the results of `hpml bench`: a table of figures, the findings, and JSON."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def _place(compared: FigureComparison) -> str:
 
 
 def rows(verdict: BenchVerdict) -> list[tuple[str, ...]]:
-    """Return a row for each kind of figure: of several nodes and GPUs the median and the lowest.
+    """Return a row for each kind of figure: the median and the lowest over nodes and GPUs.
 
-    Spread and references are those of the lowest one.
+    Spread and references belong to the lowest one.
     """
     kinds: dict[tuple[int, str], list[FigureComparison]] = {}
     for one in verdict.figures:
@@ -100,12 +100,12 @@ def _against(compared: FigureComparison, kind: str) -> str:
 def findings(
     measured: Sequence[Measurement], verdict: BenchVerdict, lost: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield a line for each node, then one for each thing that is wrong with it.
+    """Yield a line for each node, then one for each problem.
 
     Args:
-        measured: by this run.
-        verdict: on them.
-        lost: nodes that left no result.
+        measured: measurements of this run.
+        verdict: the verdict on them.
+        lost: nodes without a result.
     """
     width = max((len(name) for name in [*(one.node for one in measured), *lost]), default=0)
     for made in measured:
@@ -133,7 +133,7 @@ def findings(
 
 def _outlier(compared: FigureComparison) -> str:
     reference = compared.reference(compared.outlier)
-    if reference is None:  # it is one of its references
+    if reference is None:  # it is itself one of the references
         return compared.name
     figure, unit = compared.figure, compared.figure.unit
     part = _place(compared).removeprefix(compared.node).strip()

@@ -1,1 +1,1 @@
-"""Whether the cluster would accept and start a job; checks and submits for commands and API."""
+"""Check whether the cluster would accept and start a job; check and submit jobs."""

@@ -38,9 +38,9 @@ _NOT_DATA = re.compile(
 )
 _INTERPRETER = re.compile(r"python|pypy|(ba|da|z)?sh$|perl$|torchrun$")
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
-_SMALL_BYTES = 1 << 20  # a smaller file is a list of names, or settings
+_SMALL_BYTES = 1 << 20  # smaller files are lists of names, or settings
 _WALK_SECONDS = 1.0
-_RESERVED = 0.1  # of a node's memory: the scheduler keeps a part for the system
+_RESERVED = 0.1  # share of a node's memory that the scheduler reserves for the system
 
 
 def diagnose_run(
@@ -50,13 +50,13 @@ def diagnose_run(
     notice: Callable[[str], None],
     prometheus: Prometheus | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a run, with what `hpml bench` measured.
+    """Return the diagnosis of a run, using the peaks that `hpml bench` measured.
 
     Args:
-        state: of the run.
+        state: state of the run.
         site: the value of `--site` or `HPML_SITE`.
-        notice: takes each line to show, such as a warning.
-        prometheus: asked for what the record lacks.
+        notice: called with each line to show, such as a warning.
+        prometheus: queried for what the record lacks.
 
     Raises:
         NotFoundError: the run has not started.
@@ -88,11 +88,11 @@ def diagnose_run(
 
 
 def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:
-    """Return facts with the known limits of what a changed job may request.
+    """Return facts with the known limits on what a changed job may request.
 
     Args:
-        facts: of a run.
-        state: of the same run.
+        facts: facts about a run.
+        state: state of the same run.
         site: the site profile that applies to it.
     """
     cpus, memory = _nodes(state, site)
@@ -102,9 +102,9 @@ def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:
 
 
 def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
-    """Return CPUs and bytes of memory that jobs can get on the smallest node of a run.
+    """Return CPUs and bytes of memory that jobs can use on the smallest node of a run.
 
-    The record has what a node's kernel sees, a site profile what its scheduler gives to jobs.
+    The record has what a node's kernel reports, a site profile what its scheduler gives to jobs.
     """
     record, attempt = state.submission.record(), state.run.newest()
     ending = ".topology.json"
@@ -139,14 +139,14 @@ def _most(values: Iterable[int | None]) -> list[int]:
 
 
 def data_argument(job: Job, *, before: float | None = None) -> DataArgument | None:
-    """Return the argument that names the data of a job; None if none does, or several might.
+    """Return the argument that names a job's data; None if none does, or several might.
 
-    An option has to be called so, such as `--data-dir`; what is there has to be a directory or an
-    archive that can be staged. A bare word must also look like a path.
+    An option must have a name such as `--data-dir`; the path must be a directory or an archive that
+    can be staged. A word without an option must also look like a path.
 
     Args:
         job: a complete job.
-        before: seconds since the epoch. What was changed later, the run may have written.
+        before: seconds since the epoch. The run itself may have written later files.
     """
     named: list[DataArgument] = []
     bare: list[DataArgument] = []
@@ -155,7 +155,7 @@ def data_argument(job: Job, *, before: float | None = None) -> DataArgument | No
         if option and (not any(map(_DATA.fullmatch, tokens)) or _is_not_data(option)):
             continue
         is_archive = value.lower().endswith(tuple(SUFFIXES))
-        # `train` may be a command of the program, and `--dataset imagenet` one of its names
+        # `train` may be a subcommand of the program, and `--dataset imagenet` a name that it knows
         is_path = "/" in value or is_archive
         if not is_path and (not option or {*tokens} & {"dataset", "datasets"}):
             continue
@@ -168,15 +168,14 @@ def data_argument(job: Job, *, before: float | None = None) -> DataArgument | No
             found = DataArgument(field, f"{prefix}{{stage.data}}{inner}", entry)
             (named if option else bare).append(found)
     candidates = named[:1] or bare
-    # Two candidates are a guess. A wrong one would stage results or checkpoints, so none is
-    # proposed.
+    # Two candidates mean a guess. A wrong one would stage results or checkpoints, so propose none.
     return _checked(job, candidates[0]) if len(candidates) == 1 else None
 
 
 def _arguments(job: Job) -> Iterator[tuple[str, str, str, str]]:
     """Yield field, option, prefix of the value, and value of each argument of a job's program.
 
-    Which options take a value is unknown, so a path after an option counts as its value.
+    It is unknown which options take a value, so a path after an option counts as its value.
     """
     command = job.command or ()
     words = [(f"command.{place}", word) for place, word in enumerate(command)][1:]
@@ -210,7 +209,7 @@ def _entry(
 ) -> dict[str, str] | None:
     """Return the entry of `stage` for a path; None if it is not data.
 
-    Archives are copied as they are: the program expects to find an archive.
+    Archives are copied unchanged: the program expects an archive.
     """
     if _is_not_data(os.path.basename(path)) or path.startswith(_SYSTEM):
         return None
@@ -224,8 +223,8 @@ def _entry(
         return None
     try:
         info = os.stat(path)
-        # What changed after the start may be the run's own result; staging it would copy it to
-        # every node and lose it there.
+        # A file that changed after the start may be the run's own result; staging it would copy it
+        # to every node and lose the results written there.
         if before is not None and info.st_mtime >= before:
             return None
         entry = {"name": "data", "source": path}

@@ -1,4 +1,4 @@
-"""Check a job before it is submitted: collect the facts, apply the rules."""
+"""Check a job before submission: collect the facts, apply the rules."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.site.model import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
 
-# Warn of requests that are valid and rarely meant, by the job file and the program's own text.
+# Warn about valid requests that are rarely intended, using the job file and the program's source.
 
 _MOST_FILES, _MOST_BYTES = 30, 2**18
-_LITTLE_MIB = 256  # PyTorch alone takes more
+_LITTLE_MIB = 256  # PyTorch alone needs more
 _TRAINS = re.compile(
     r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm|numpy|pandas)\b",
     re.MULTILINE,
@@ -96,7 +96,7 @@ _CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel
 
 
 def check_intent(job: Job) -> Iterator[CheckFinding]:
-    """Yield warnings about a job that would run, but hardly as its user means it."""
+    """Yield warnings about a job that would run, but probably not as the user intends."""
     resources, memory = job.resources, job.resources.memory
     if memory and memory <= _LITTLE_MIB and (job.script or job.module):
         message = f"is {size_text(memory)}iB per node: a number without a unit is MiB"
@@ -125,7 +125,7 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
         message = f"all tasks would do the same: {neither} the task's index"
         hint = "pass {array.index}, for example as --seed={array.index}"
         yield warning("array.unused", "array", str(job.array), message, None, hint)
-    # An absolute directory was chosen for the program: it may be in a configuration file.
+    # An absolute directory was chosen for the program: it may be set in a configuration file.
     is_named = own.is_shared or f"{{run.dir}}/{own.directory}" in text or _CHECKPOINT.search(text)
     if own.enabled and not is_named:
         message = f"{neither} the directory of checkpoints: the next attempt would begin anew"
@@ -134,19 +134,19 @@ def check_intent(job: Job) -> Iterator[CheckFinding]:
 
 
 def _imported(files: Mapping[str, str]) -> set[str]:
-    """Return the packages from elsewhere that a program imports: what they do is not known."""
+    """Return the third-party packages that a program imports: their behaviour is unknown."""
     names = {dotted.partition(".")[0] for text in files.values() for dotted in _imports(text)}
     return names - {part for path in files for part in path.removesuffix(".py").split("/")}
 
 
 def _program_files(job: Job) -> dict[str, str]:
-    """Return the texts of a job's program, which comes first, and of what it imports, by path."""
+    """Return the texts of a job's program, starting with itself, and of its imports, by path."""
     module = (job.module or ".").replace(".", "/")
     words = [word for word in job.command or () if word.endswith((".py", ".sh"))]
     names = [job.script or "", f"{module}.py", f"{module}/__main__.py", *words]
     paths = [os.path.join(job.workdir, name) for name in names]
     found: dict[str, str] = {}
-    for path in paths:  # grows
+    for path in paths:  # grows during the loop
         if path in found or len(found) == _MOST_FILES or not os.path.isfile(path):
             continue
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as stream:
@@ -166,7 +166,7 @@ def _imports(text: str) -> Iterator[str]:
             yield from filter(None, (package, f"{package}.{module}".strip(".")))
 
 
-# Whether a job's monitor will start, can be scraped by Prometheus, and is closed to others.
+# Check that a job's monitor will start, that Prometheus can scrape it, and that it is protected.
 
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0
@@ -180,7 +180,7 @@ def check_monitor(
     Args:
         job: a complete job.
         on_nodes: whether the job runs on other machines than this one.
-        installed: whether the interpreter that runs hpml has a module; looked up when left out.
+        installed: whether the interpreter that runs hpml has a module; detected by default.
     """
     if not job.monitor.enabled:
         return []
@@ -188,7 +188,7 @@ def check_monitor(
 
 
 def _installed(name: str) -> bool:
-    """Return whether an isolated interpreter, as the exporter's, has a module: without `--user`."""
+    """Return whether an isolated interpreter, like the exporter's, has a module: no `--user`."""
     spec = find_spec(name)
     path = (spec.origin if spec else None) or ""
     return bool(path) and not (ENABLE_USER_SITE and path.startswith(getusersitepackages()))
@@ -224,7 +224,7 @@ def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[CheckFinding]:
 
 
 def _web_config(path: str, *, alone: bool) -> Iterator[CheckFinding]:
-    """Yield the exporter's error about the file; nothing if it cannot be started."""
+    """Yield the exporter's error about the file; nothing if the exporter cannot be started."""
     if not os.access(path, os.R_OK):
         message = "is not readable by you: the job will not be monitored"
         yield _warning("web_config", "web_config", path, message, "create it, or name another")
@@ -247,10 +247,10 @@ def _web_config(path: str, *, alone: bool) -> Iterator[CheckFinding]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return what the exporter's reader makes of a file; empty if it cannot be started.
+    """Parse a file with the exporter's reader; return an empty result if it cannot be started.
 
-    It runs as a separate process, isolated as the job's exporter will be, because no room imports
-    the exporters.
+    It runs as a separate process, isolated like the job's exporter, because no room imports the
+    exporters.
     """
     argv = [sys.executable, "-I", "-m", "hpml_exporters.web.config", path]
     try:
@@ -263,9 +263,9 @@ def _read(path: str) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-# Compare `checkpoint` with the time limit, the directory that it names, and the cluster.
+# Compare `checkpoint` with the time limit, its directory, and the cluster.
 
-_SHORT = 30  # seconds in which few trainings have saved
+_SHORT = 30  # too few seconds to save most trainings
 _LIFECYCLE_LITTLE_MIB = 1024
 _LISTED = 1000
 _DEFAULTS = Checkpoint()
@@ -276,7 +276,7 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
 
     Args:
         job: the job as Slurm will see it.
-        site: the site profile, if there is one.
+        site: the site profile, if any.
     """
     own = job.checkpoint
     if not own.enabled:
@@ -287,7 +287,7 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
         message = "a run of one attempt never continues after the ends that `requeue` names"
         hint = "give more attempts, or `requeue: []`"
         yield warning("checkpoint.attempts", "checkpoint.attempts", 1, message, None, hint)
-    # Only Slurm can act once the first node, with the batch script, is gone.
+    # Only Slurm can act after the loss of the first node, which runs the batch script.
     if "node_failure" in own.requeue and not can_requeue(site):
         message = "this site requeues no jobs, and a job whose first node fails cannot submit its "
         message += "continuation"
@@ -304,7 +304,7 @@ def check_lifecycle(job: Job, site: Site | None) -> Iterator[CheckFinding]:
 
 
 def _times(own: Checkpoint, limit: int) -> Iterator[CheckFinding]:
-    """Yield which times do not fit the time limit, in seconds."""
+    """Yield times that do not fit the time limit, in seconds."""
     shown, lead, given = format_time(limit), own.lead, own.written("lead")
     if lead is not None and lead >= limit:
         message = f"must be below the time limit of {shown}: ranks would be asked to stop when "
@@ -333,7 +333,7 @@ def check_directory(
     own, place = job.checkpoint, "checkpoint.directory"
     if not own.enabled:
         return
-    if not own.is_shared:  # `check_records` looks at the rest
+    if not own.is_shared:  # `check_records` covers the other case
         yield from _space(records, own.directory)
         return
     fixed = own.directory.partition("{")[0]
@@ -378,7 +378,7 @@ def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
         state = os.statvfs(path)
     except OSError:
         return
-    if not state.f_blocks:  # some network file systems do not say
+    if not state.f_blocks:  # some network file systems report no size
         return
     free_mib = state.f_bavail * state.f_frsize // MIB
     no_inodes = bool(state.f_files) and not state.f_favail
@@ -406,7 +406,7 @@ def _newest(path: Path) -> list[str]:
 
 
 def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
-    """Return what a run with `checkpoint` can expect of a cluster, a line each."""
+    """Return what a run with `checkpoint` can expect from a cluster, one line each."""
     own = job.checkpoint
     if not own.enabled:
         return []
@@ -441,21 +441,21 @@ def _preemption(partition: Partition, cluster: Cluster) -> str:
 
 CLUSTER_SECONDS = 8.0
 """How long to wait for the controller."""
-_LATER = ("--hold", "--dependency")  # which `sbatch --test-only` does not regard
+_LATER = ("--hold", "--dependency")  # ignored by `sbatch --test-only`
 _LOCAL_HINT = "submit it to a Slurm cluster"
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found.
+    """Result of a check.
 
     Attributes:
         findings: errors first.
-        not_asked: why the cluster was not asked, or what it hides; empty if everything was visible.
-        notes: what was decided for the job, a line each.
-        not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
+        not_asked: why the cluster was not queried, or what it hides; empty if all was visible.
+        notes: decisions made for the job, one line each.
+        not_checked: parts of the job that were not checked, such as `--signal=USR1@60`.
         answer: which partitions would accept the job; empty for the local backend.
-        start: when it would start, in words; empty if that is not known or was not asked.
+        start: when it would start, in words; empty if unknown or not requested.
     """
 
     findings: list[CheckFinding] = field(default_factory=list)
@@ -467,12 +467,12 @@ class CheckReport:
 
     @property
     def errors(self) -> list[CheckFinding]:
-        """Those that prevent the job from running."""
+        """Findings that prevent the job from running."""
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property
     def warnings(self) -> list[CheckFinding]:
-        """The others."""
+        """Findings that do not prevent it from running."""
         return [finding for finding in self.findings if finding.level == "warning"]
 
     def to_json(self) -> dict[str, object]:
@@ -494,16 +494,16 @@ class DeadlineRunner:
         self._deadline = deadline
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
-        """Run a command with no more time than is left."""
-        # One deadline for all commands: each with a timeout of its own could add up to a minute,
-        # and a user waits for the submission.
+        """Run a command with at most the remaining time."""
+        # One deadline for all commands: separate timeouts could add up to a minute, and the user is
+        # waiting for the submission.
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise SchedulerUnavailable(f"no time was left for {argv[0]}")
         return self._run.run(argv, env=env, timeout=min(timeout, round(left, 1) or left))
 
     def run_detached(self, *_: object, **__: object) -> int:
-        """A check submits nothing."""
+        """Refuse: a check submits nothing."""
         raise NotImplementedError
 
 
@@ -530,16 +530,17 @@ def check_job(
         job: a complete job.
         backend: `slurm` or `local`.
         records: where records will live.
-        environment: of the submitting process.
+        environment: environment of the submitting process.
         run: starts commands.
         cluster_seconds: how long to wait for the cluster and the module system.
-        walk_seconds: after which the walk through the data ends.
+        walk_seconds: time limit for the walk through the data.
         site: the site profile, whose rules change what Slurm is asked for.
-        topologies: of the site profile's node types that have one, by the type's name.
-        targets: why each `target: auto` became what it is, by the name of its entry.
+        topologies: topologies of the site profile's node types, by the type's name.
+        targets: why each `target: auto` was resolved as it is, by the name of its entry.
         others: whether to look for the runs that it waits for, those that save to the same
-            directory, and other clusters; submitting does so by itself.
-        script: the job's, to ask Slurm when it would start if nothing prevents it from running.
+            directory, and other clusters; submitting does this by itself.
+        script: the job's script; with it, ask Slurm when the job would start if nothing prevents
+            it.
     """
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -549,12 +550,12 @@ def check_job(
         for index, stage in enumerate(job.stage)
         if targets and stage.name in targets
     ]
-    # The cluster, the data and the module system are slow in different ways and independent of each
-    # other: together they take as long as the slowest.
+    # The cluster, the data and the module system are slow for different reasons and independent of
+    # each other: in parallel they take only as long as the slowest.
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         profile = site.site if site else None
-        # Compare what Slurm will get, after the site's rules. An option that the site drops cannot
-        # break a limit.
+        # Compare what Slurm will get after the site's rules. An option that the site drops cannot
+        # exceed a limit.
         asked = effective_job(job, profile.directives) if profile else job
         cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
         here = None if on_slurm else environment
@@ -637,21 +638,21 @@ def _with_start(
 def _stages(
     job: Job, seconds: float, here: Mapping[str, str] | None
 ) -> tuple[list[CheckFinding], dict[str, int]]:
-    """Check `stage`; for a job of this machine, whose environment is given, also the targets."""
+    """Check `stage`; for a job on this machine, whose environment is given, also the targets."""
     if not job.stage:
         return [], {}
     from hpml_orchestrator.check.paths import check_stages, check_targets  # noqa: PLC0415 - loads all of staging
 
     findings, sizes = check_stages(job, seconds=seconds)
     if here is not None:
-        paths = node_paths(Path(job.workdir), here, chosen="none")  # no profile describes it
+        paths = node_paths(Path(job.workdir), here, chosen="none")  # no profile applies
         bases = {"shm": paths.ram, "local": paths.scratch}
         findings += check_targets(job, sizes, bases)
     return findings, sizes
 
 
 def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
-    """Yield what a job requests and this machine does not have."""
+    """Yield requests of a job that this machine cannot meet."""
     for code, limit, shown in shortages(job, machine):
         field_name = {"cpus": cpus_field(job), "memory": memory_field(job)}.get(code, code)
         in_job = code == "array"
@@ -665,7 +666,7 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
 def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> InputError:
     """Return the error for a job that would not run: every finding with its hint.
 
-    `unchecked` is what the caller can write to submit the job without the check.
+    `unchecked` is what the user can write to submit the job without the check.
     """
     lines = []
     for finding in errors:
@@ -703,12 +704,12 @@ def _compare(
 ) -> ClusterAnswer:
     disk_mib = sizes.get("local", 0)
     if site is not None and site.path("scratch", job.resources.partition) is not None:
-        disk_mib = 0  # Slurm's TmpDisk is the size of another directory
+        disk_mib = 0  # Slurm's TmpDisk describes another directory
     answer = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.get("shm", 0))
     if site is None:
         return answer
     findings = answer.findings
-    # The script sets no limit then, and the job gets the partition's default.
+    # Without a limit in the script, the job gets the partition's default.
     if without_time(site.directives):
         findings = [finding for finding in findings if finding.field != "resources.time"]
     return dataclasses.replace(answer, findings=[*_other_cluster(site, cluster), *findings])
@@ -726,7 +727,7 @@ def _other_cluster(site: Site, cluster: Cluster) -> list[CheckFinding]:
 def _binding(
     job: Job, cluster: Cluster | None, site: Site | None, topologies: Mapping[str, Topology]
 ) -> list[CheckFinding]:
-    """Compare the binding of a job with the nodes of the site profile; without any, of Slurm."""
+    """Compare a job's binding with the nodes of the site profile, or else with Slurm's nodes."""
     wanted = job.resources.partition
     kinds = site.kinds_of(wanted) if site else {}
     whole = whole_nodes(job, site)
@@ -742,8 +743,7 @@ def _binding(
         whole = whole or (bool(partitions) and all(part.exclusive for part in partitions))
         if not shapes:
             nodes = [node for part in partitions for node in cluster.nodes_of(part)]
-            # A warning once per kind of node: a partition has hundreds that are alike but for their
-            # name.
+            # Warn once per kind of node: a partition has hundreds that differ only in their names.
             by_shape = {dataclasses.replace(shape_of_node(node), name=""): node for node in nodes}
             shapes = [shape_of_node(node) for node in by_shape.values()]
     return check_binding(job, shapes, whole=whole)

@@ -42,30 +42,30 @@ if TYPE_CHECKING:
 
 # Run a job's program for a few steps under `memory_probe.py`.
 #
-# It runs in its working directory, as in the job; `{run.dir}` and the like are scratch directories.
+# It runs in the job's working directory; `{run.dir}` and the like are scratch directories.
 
 Figures: TypeAlias = Mapping[str, Any]
-"""What a probe measured at one size of the batch, see `memory_probe.py`."""
+"""What a probe measured at one batch size, see `memory_probe.py`."""
 
 _PROBE = Path(__file__).with_name("memory_probe.py")
-_SHARE_OF_TIME = 0.5  # of a run's time, after which it ends although it still grows
-_SHARE_OF_FREE = 0.8  # of the free memory, before a run is ended
+_SHARE_OF_TIME = 0.5  # share of a run's time after which it ends, even if it still grows
+_SHARE_OF_FREE = 0.8  # share of the free memory at which a run is ended
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 5.0
 _FORMULAS = "advice by formulas: hpml advise JOB_FILE --model 7B"
 _QUIET_PYTHON = ("-u", "-B", "-O", "-s", "-E")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
-_ZEROS = ("RANK", "LOCAL_RANK", "SLURM_JOB_ID", "MASTER_PORT")  # port 0 is any free one
+_ZEROS = ("RANK", "LOCAL_RANK", "SLURM_JOB_ID", "MASTER_PORT")  # port 0 means any free port
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What short runs of a program used, by the batch of the rank; 0 if the program chose it."""
+    """What short runs of a program used, by batch size of a rank; 0 if the program chose it."""
 
     figures: Mapping[int, Figures]
-    workers: Mapping[int, float]  # bytes of its child processes that it does not share with them
-    seconds: float  # of all runs
+    workers: Mapping[int, float]  # bytes of its child processes, excluding shared ones
+    seconds: float  # all runs together
     notes: Sequence[str] = ()  # for the user
 
     @property
@@ -78,7 +78,7 @@ def command_of(job: Job) -> list[str]:
     """Return a job's Python, then its script, or `-m` and its module, then the arguments.
 
     Raises:
-        InputError: it does not exist, or no Python program can be found in `command`.
+        InputError: it does not exist, or `command` contains no Python program.
     """
     if job.environment.container is not None:
         message = "the program runs in a container, which hpml advise does not start"
@@ -107,8 +107,8 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
 
     Args:
         job: the complete job, for its environment and staged data.
-        commands: see `command_of`, by the batch of a rank. After the first one follows the next one
-            that is possible, so that there are two points to draw a line through.
+        commands: commands by batch size of a rank, see `command_of`. After the first one, the next
+            one that is possible also runs, to get two points of a line.
         limit_seconds: for all runs together; the first may use half of it, and so on.
 
     Raises:
@@ -136,7 +136,7 @@ def measure(job: Job, commands: Mapping[int, Sequence[str]], limit_seconds: floa
 def _run(
     job: Job, command: Sequence[str], seconds: float, how: str = "hooks"
 ) -> tuple[Figures, float]:
-    """Run a program; return the probe's figures, and the most that its child processes used."""
+    """Run a program; return the probe's figures, and the peak memory of its child processes."""
     with tempfile.TemporaryDirectory(prefix="hpml-advise-") as name:
         scratch, target = Path(name), Path(name) / "figures.json"
         probe = [command[0], _PROBE, target, _SHARE_OF_TIME * seconds, how]
@@ -168,7 +168,7 @@ def _run(
     said = [line for line in lines if line.strip()] or [f"exit status {process.returncode}"]
     last = printable(next(filter(_ERROR.match, reversed(said)), said[-1]))
     if process.returncode > 0 and how == "hooks" and "hook" in last.lower():
-        # torch.func and some compilers refuse hooks of saved tensors
+        # torch.func and some compilers reject hooks for saved tensors
         return _run(job, command, seconds, "plain")
     why, hint = why or (last if process.returncode else "two are needed"), ""
     if why.startswith(("ImportError", "ModuleNotFoundError")):
@@ -185,7 +185,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def _watch(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, float]:
-    """Wait for a program; return why it must be ended, and the most that its children used."""
+    """Wait for a program; return why it must be ended, and the peak memory of its children."""
     headroom, deadline, workers = memory_headroom(), time.monotonic() + seconds, 0.0
     most = float("inf") if headroom is None else _SHARE_OF_FREE * headroom.bytes
     while time.monotonic() < deadline:
@@ -193,9 +193,9 @@ def _watch(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, float
             process.wait(_POLL_SECONDS)
             return "", workers
         others = sum(_private_bytes(one) for one in _session(process.pid) if one != process.pid)
-        # Pages that workers share with the rank become private to them as soon as the rank gives up
-        # its memory, which is before the kernel reports its end. Read the rank last, and drop the
-        # sample if it has none.
+        # Pages that workers share with the rank become private to them as soon as the rank frees
+        # its memory, which happens before the kernel reports its end. Read the rank last, and drop
+        # the sample if the rank has no memory.
         own = _private_bytes(process.pid)
         workers = max(workers, others) if own else workers
         if own + others > most:
@@ -208,7 +208,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _private_bytes(pid: int) -> float:
-    """Return the memory of a process that no other one has; 0 if it is gone."""
+    """Return the memory that a process shares with no other; 0 if it is gone."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
     except OSError:
@@ -217,12 +217,12 @@ def _private_bytes(pid: int) -> float:
 
 
 def _variables(job: Job, scratch: Path) -> dict[str, str]:
-    """Return the program's environment: the job's, with its own directories in the scratch one."""
+    """Return the program's environment: the job's, with scratch directories for its own."""
     names = [variable(f"{one}.dir") for one in ("run", "local", "shm", "checkpoint")]
     places = {name: str(scratch / name) for name in (*names, "TMPDIR", "HPML_ATTEMPT_DIR")}
     for place in places.values():
         os.mkdir(place)
-    for stage in job.stage:  # the program reads the source itself
+    for stage in job.stage:  # the program reads the source directly
         source = stage.source
         if not os.path.isdir(source):
             if not os.path.isfile(source) or kind_at(source, stage.kind) != "file":
@@ -244,11 +244,11 @@ def _variables(job: Job, scratch: Path) -> dict[str, str]:
 
 
 _NEAR_LIMIT = 0.97
-"""Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
+"""Share of the memory limit above which the next run may be killed (TraceML: critical at 97 %)."""
 _LATER = 1.03
-"""For what comes after the first steps: evaluation, the last and smaller batch, fragmentation.
-Fitted: without it the advice was 3 % below the peak of nine full runs on a CPU on average. The
-errors of sizes that it was not fitted to are in docs/advise.md."""
+"""Allowance for what follows the first steps: evaluation, the smaller last batch, fragmentation.
+Fitted: without it the advice was 3 % below the peak of nine full runs on a CPU on average.
+docs/advise.md lists the errors for sizes that were not used in the fit."""
 _LAST_RUNS = 20
 _PROGRAM = ("name", "script", "module", "command", "args", "workdir")
 _SIZE = ("ranks_per_node", "gpus", "ranks_per_gpu", "nodes")
@@ -260,20 +260,20 @@ class Advice:
 
     Attributes:
         how: `measured` or `formula`.
-        batch: of one rank; None if it is not known.
+        batch: batch size of one rank; None if unknown.
         host: need of one node; None if only formulas were used.
-        host_bytes: its need at `batch`; None if it is not known.
-        host_limit: memory that the job has on a node; None if the job file does not ask for any.
+        host_bytes: its need at `batch`; None if unknown.
+        host_limit: the job's memory on a node; None if the job file requests none.
         device: need of a rank on its device; None for a job without GPUs.
         device_bytes: memory of a rank's device, or its share of a shared one; None if unknown.
         device_why: the source of that number.
-        options: the ways to train, from the simplest on; on the host without GPUs.
-        way: the first of them that fits; None if none does, or nothing is known to compare with.
-        room: what each way may use: that of the device without the reserve, or that of the host.
-        largest_batch: of one rank, that fits; None if it is not known.
-        replicas: trainings that fit on one device side by side; 1 for jobs of several ranks.
-        counts_activations: whether all sizes include the activations; without them it may be found
-            that a job does not fit, but not that it fits.
+        options: the ways to train, simplest first; on the host without GPUs.
+        way: the first of them that fits; None if none does, or there is nothing to compare with.
+        room: what each way may use: the device's memory without the reserve, or the host's.
+        largest_batch: largest batch size of one rank that fits; None if unknown.
+        replicas: trainings that fit on one device side by side; 1 for jobs with several ranks.
+        counts_activations: whether all sizes include the activations; without them the advice may
+            be that a job does not fit, but never that it fits.
     """
 
     how: str
@@ -294,14 +294,14 @@ class Advice:
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether a node's memory suffices; None if that is not known."""
+        """Whether a node's memory suffices; None if unknown."""
         if self.host_bytes is None or self.host_limit is None:
             return None
         return self._if_known(self.host_bytes <= self.host_limit)
 
     @property
     def device_fits(self) -> bool | None:
-        """Whether the job fits its devices as it is; None if that is not known, or it has none."""
+        """Whether the job fits its devices as it is; None if unknown, or if it has no devices."""
         if self.device is None or self.room is None or not self.options:
             return None
         return self._if_known(self.way is self.options[0])
@@ -311,7 +311,7 @@ class Advice:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the job fits as it is; None if that is not known."""
+        """Whether the job fits as it is; None if unknown."""
         known = [one for one in (self.host_fits, self.device_fits) if one is not None]
         return all(known) if known else None
 
@@ -326,10 +326,11 @@ class Advice:
 
 
 def needs_of(measured: Measured, job: Job) -> tuple[HostNeed, DeviceNeed]:
-    """Return what a job needs on each node and device, from short runs of one rank.
+    """Return what a job needs on each node and device, based on short runs of one rank.
 
-    A job with GPUs that was measured without one keeps model and activations on the device: its
-    processes need what they had before the first step, the CUDA libraries, and pinned buffers.
+    If a job with GPUs was measured without one, its model and activations are counted for the
+    device. Its processes need what they had before the first step, the CUDA libraries, and pinned
+    buffers.
     """
     figures, last = measured.figures, measured.last
     states = {name: float(last.get(name, 0)) for name in ("weights", "gradients", "optimizer")}
@@ -378,10 +379,10 @@ def needs_of(measured: Measured, job: Job) -> tuple[HostNeed, DeviceNeed]:
 def extension_notes(
     measured: Measured, host: HostNeed, device: DeviceNeed, batch: int | None
 ) -> Iterator[str]:
-    """Yield a note if the batch is larger than those that ran and their memory did not yet grow.
+    """Yield a note if the batch exceeds those measured, and their memory did not yet grow.
 
-    At small batches the optimizer's step may need more memory than the activations; a line through
-    them does not hold for batches at which the activations need more.
+    At small batch sizes the optimizer's step may need more memory than the activations; a line
+    through them does not hold for batch sizes at which the activations need more.
     """
     largest, each = max(measured.figures), device.activations.per_sample or 0.0
     if batch is not None and batch > largest and (host.process.per_sample or 0.0) < each:
@@ -403,17 +404,17 @@ def advise(
     host_limit: float | None = None,
     notes: Sequence[str] = (),
 ) -> Advice:
-    """Return the advice for a job whose needs are known.
+    """Return the advice for a job with known needs.
 
     Args:
         job: the complete job.
         how: `measured` or `formula`.
-        batch: of one rank.
+        batch: batch size of one rank.
         host: need of a node.
         device: need of one rank.
         device_memory: bytes of one GPU, and the source of that number.
-        host_limit: bytes of a node that the job can have, if it asks for no memory itself.
-        notes: to go with it.
+        host_limit: memory of a node that the job can use if it requests none itself, bytes.
+        notes: to include in the advice.
     """
     resources = job.resources
     limit = float(resources.node_memory * MIB) or host_limit
@@ -443,7 +444,7 @@ def advise(
             how, batch, None, needed, limit, options=options, way=way, room=share, notes=notes,
             counts_activations=counted,
         )  # fmt: skip
-    # On the host a rank's share of the memory also holds the interpreter, data and workers.
+    # On the host, a rank's share of the memory also holds the interpreter, data and workers.
     parts = device.states + device.activations.at(batch) + device.other.at(batch)
     beside = max(0.0, host.per_rank(batch) - parts)
     options = [TrainingOption(way.name, way.need + beside, way.what) for way in options]
@@ -471,7 +472,7 @@ def check_memory(job: Job, store: Store) -> list[CheckFinding]:
 
 
 def _last_run(job: Job, store: Store) -> str:
-    """Return what is wrong with `resources.memory`, by the newest run of the same program."""
+    """Return what is wrong with `resources.memory`, based on the program's newest run."""
     now = job.memory_mib * MIB
     names = (one for one in store.submissions() if one.sid.startswith(f"{job.name}-"))
     for submission, _ in zip(names, range(_LAST_RUNS), strict=False):
@@ -489,7 +490,7 @@ def _last_run(job: Job, store: Store) -> str:
             return ""
         used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
-        # More memory than before may be enough, so the old end is no reason to warn.
+        # More memory than before may be enough, so the old failure is no reason to warn.
         enough = job.resources.node_memory > asked.node_memory
         if attempt.ended.get("state") == "OUT_OF_MEMORY" and not enough:
             return f"its last run, {submission.sid}, ran out of memory with no less than this"
@@ -501,7 +502,7 @@ def _last_run(job: Job, store: Store) -> str:
 
 
 def gpu_memory(job: Job, site: Site | None = None) -> tuple[float, str] | None:
-    """Return a GPU's memory and why, by the job's GPU type and constraint, or the site's nodes."""
+    """Return a GPU's memory and its source: the job's GPU type or constraint, or the site."""
     resources = job.resources
     words = [resources.constraint or "", *(kind for kind, _ in resources.gpus.kinds)]
     for kind in site.node_types_of(resources.partition) if site is not None else ():

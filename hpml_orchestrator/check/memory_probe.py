@@ -2,9 +2,9 @@
 
     python memory_probe.py FIGURES SECONDS hooks|plain SCRIPT|-m MODULE [ARGUMENT...]
 
-Started by `hpml advise` with the user's interpreter; needs only the standard library, PyTorch and
-Python 3.9. The figures are written to the file FIGURES after each step, so that a program that is
-killed leaves those of its last step. One that still grows is ended after SECONDS.
+`hpml advise` starts it with the user's interpreter; it needs only the standard library, PyTorch
+and Python 3.9. It writes the figures to the file FIGURES after each step, so that a killed program
+leaves those of its last step. A program whose memory still grows is ended after SECONDS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _LEAST_STEPS, _MOST_STEPS = 4, 20
-_WINDOW, _FLAT = 4, 1.003  # no growth by more over so many steps
+_WINDOW, _FLAT = 4, 1.003  # flat: no more growth than this over so many steps
 
 
 class _Saved:
@@ -44,7 +44,7 @@ class _Saved:
 
 
 class Probe:
-    """Counts what a training holds, from its first forward pass to the last step wanted."""
+    """Counts what a training holds, from its first forward pass to the last measured step."""
 
     def __init__(self, target: str, seconds: float, *, hooks: bool) -> None:
         self.target, self.pid = target, os.getpid()
@@ -52,7 +52,7 @@ class Probe:
         self.figures: dict[str, Any] = {"steps": 0, "activations": 0, "batch_bytes": 0}
         self.steps: dict[torch.optim.Optimizer, int] = {}
         self.weights: dict[int, int] = {}  # bytes of parameters and buffers, by storage
-        self.saved: dict[int, list[int]] = {}  # storage -> [how often it is saved, bytes]
+        self.saved: dict[int, list[int]] = {}  # storage -> [times saved, bytes]
         self.saved_bytes = 0
         self.peaks: list[int] = []  # after each step
         register_optimizer_step_post_hook(self._stepped)
@@ -74,7 +74,7 @@ class Probe:
             return batch
 
         def end_or_save(*args: Any, **options: Any) -> None:
-            # Two steps suffice, and a real run's checkpoint may lie where this one would go.
+            # Two steps suffice, and the checkpoint could overwrite one of a real run.
             if self.figures["steps"] > 1:
                 os._exit(0)
             save(*args, **options)
@@ -89,13 +89,13 @@ class Probe:
         self._models()
 
     def _models(self) -> list[torch.nn.Module]:
-        """Return all modules that exist, and note the storages of their parameters and buffers."""
+        """Return all existing modules, and record the storages of their parameters and buffers."""
         models = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
         self.weights.clear()
         for model in models:
             for name in ("_parameters", "_buffers"):
                 for tensor in getattr(model, name, {}).values():
-                    with contextlib.suppress(Exception):  # none, or one without a storage
+                    with contextlib.suppress(Exception):  # None, or without a storage
                         whole = tensor.untyped_storage()
                         self.weights[whole.data_ptr()] = whole.nbytes()
         return models
@@ -106,8 +106,8 @@ class Probe:
             key = whole.data_ptr()
         except Exception:  # noqa: BLE001 - a tensor without a storage, as of torch.func
             return tensor
-        # Parameters are saved too, but they are counted as weights. A forked loader worker inherits
-        # the hooks and must not count for the rank.
+        # Parameters are saved too, but count as weights. A forked loader worker inherits the hooks
+        # and must not count for the rank.
         if key in self.weights or os.getpid() != self.pid:
             return tensor
         entry = self.saved.setdefault(key, [0, whole.nbytes()])
@@ -125,26 +125,26 @@ class Probe:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         number = self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        if number <= self.figures["steps"]:  # another optimizer of the same step
+        if number <= self.figures["steps"]:  # another optimizer in the same step
             return
         self.figures["steps"] = number
         if number == 1:
-            self.hooks.close()  # one step suffices; the others run without hooks
+            self.hooks.close()  # one step suffices; later ones run without hooks
             self._describe()
         self.figures["optimizer"] = _tensor_bytes([one.state for one in self.steps])
         self._write()
         self.peaks.append(self.figures["peak_bytes"])
-        # The C library's allocator adapts its thresholds to the largest blocks that it has seen, so
-        # that a process grows over its first steps.
+        # The C library's allocator adapts its thresholds to the largest blocks so far, so a process
+        # grows during its first steps.
         settled = self.peaks[-1] <= _FLAT * self.peaks[-_WINDOW:][0]
         over = number >= _MOST_STEPS or time.monotonic() > self.until
         if number >= _LEAST_STEPS and (settled or over):
-            os._exit(0)  # at once, so that the program saves nothing
+            os._exit(0)  # immediately, so that the program saves nothing
 
     def _describe(self) -> None:
         """Record the size of weights and gradients, and the depth of the model."""
         models = self._models()
-        # nn.Sequential is no layer; nn.TransformerEncoderLayer and the user's own modules are.
+        # nn.Sequential is not a layer; nn.TransformerEncoderLayer and the user's own modules are.
         kinds = Counter(str(type(one)) for one in models if getattr(one, "_modules", None))
         blocks = [n for kind, n in kinds.items() if "'torch.nn.mod" not in kind or "Layer'" in kind]
         repeated = max(blocks, default=0)
@@ -159,7 +159,7 @@ class Probe:
         )
 
     def _write(self) -> None:
-        """Write the figures, whole or not at all: the program may be killed at any moment."""
+        """Write the figures atomically: the program may be killed at any moment."""
         self.figures.update(peak_bytes=_memory("VmHWM"), file_bytes=_memory("RssFile"))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.figures["cuda_bytes"] = torch.cuda.max_memory_allocated()
@@ -183,7 +183,7 @@ def _memory(name: str) -> int:
 
 
 def main() -> None:
-    """Run the program of the command line."""
+    """Run the program given on the command line."""
     target, seconds, hooks, program, *rest = sys.argv[1:]
     Probe(target, float(seconds), hooks=hooks == "hooks")
     if program == "-m":

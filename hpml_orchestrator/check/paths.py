@@ -1,4 +1,4 @@
-"""Check the files and software that a job names on this machine, and the records' directory."""
+"""Check the files, data and software that a job names on this machine, and the records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LAUNCHERS = {
 
 
 def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding]:
-    """Return findings about a job's program and software that do not exist or cannot be read."""
+    """Return findings about a job's program and software that are missing or unreadable."""
     return [
         *_program(job, environment),
         *_words(job),
@@ -53,7 +53,7 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[CheckFinding
 
 
 def _words(job: Job) -> Iterator[CheckFinding]:
-    """Yield arguments and variables that a shell would change: no shell reads them."""
+    """Yield arguments and variables that a shell would expand: no shell reads them."""
     words = {
         f"environment.variables.{name}": one for name, one in job.environment.variables.items()
     }
@@ -88,7 +88,7 @@ def _program(job: Job, environment: Mapping[str, str]) -> Iterator[CheckFinding]
         yield _fault("error", "workdir.missing", "workdir", job.workdir, reason)
     if job.launcher in _LAUNCHERS:
         software = job.environment
-        if job.launcher == "mpirun":  # is never the container's
+        if job.launcher == "mpirun":  # mpirun is never the container's
             software = replace(software, container=None)
         hint = _LAUNCHERS[job.launcher]
         yield from _on_path("launcher", job.launcher, job.workdir, software, environment, hint)
@@ -119,9 +119,9 @@ def _on_path(
     environment: Mapping[str, str],
     hint: str,
 ) -> Iterator[CheckFinding]:
-    """Yield a warning where a program is not found; modules and conda bring their own."""
-    # Modules, conda and containers bring programs that this machine cannot see; a guess would only
-    # produce false warnings.
+    """Yield a warning if a program is not found; modules and conda may provide it."""
+    # Modules, conda and containers provide programs that this machine cannot see; guessing would
+    # only produce false warnings.
     if software.modules or software.conda or software.container or "{" in program:
         return
     search = software.variables.get("PATH", environment.get("PATH", os.defpath))
@@ -140,7 +140,7 @@ def _on_path(
 
 
 def _engine(software: Environment, environment: Mapping[str, str]) -> Iterator[CheckFinding]:
-    """Yield a warning if what starts the container is not installed here."""
+    """Yield a warning if the container engine is not installed here."""
     place, path = "environment.container.engine", environment.get("PATH")
     engine = software.container.engine if software.container else ""
     is_command = engine in ("apptainer", "enroot")
@@ -222,8 +222,8 @@ def _fault(
     level: Level, code: str, place: str, path: str, reason: str, hint: str = "", *, at: str = ""
 ) -> CheckFinding:
     try:
-        # os.path.exists is also false for a path that may not be looked up. That is another fault,
-        # with another remedy.
+        # os.path.exists is also False for a path that may not be accessed, which is another problem
+        # with another solution.
         os.stat(at or path)
     except PermissionError as fault:
         parents = [*reversed(Path(at or path).parents)]
@@ -235,8 +235,8 @@ def _fault(
     return CheckFinding(level, code, place, path, f"{path} {reason}", hint=hint)
 
 
-# Each module is loaded as soon as it is found: in a hierarchy the next one may become visible
-# only then, and one may provide conda. Older systems lack `is-avail`, and their `avail` prints to
+# Load each module as soon as it is found: in a hierarchy the next one may become visible only
+# then, and one may provide conda. Older systems lack `is-avail`, and their `avail` prints to
 # stderr.
 _SOFTWARE_SCRIPT = """\
 conda=$1; shift
@@ -281,20 +281,20 @@ def check_software(
     Args:
         software: what the job loads.
         run: starts bash.
-        environment: of the submitting process, which may hold the function `module`.
+        environment: environment of the submitting process, which may define the function `module`.
         timeout: seconds.
         on_nodes: whether the job runs on other machines, which may have other software.
     """
     modules, name = software.modules, software.conda or ""
-    conda = "" if "/" in name else name  # a path is looked at by `check_program`
+    conda = "" if "/" in name else name  # `check_program` covers paths
     if not (modules or conda):
         return [], []
     argv = ["bash", "-c", _SOFTWARE_SCRIPT, "bash", conda, *modules]
     try:
         answer = run.run(argv, env=environment, timeout=timeout).stdout
     except SchedulerUnavailable:
-        # A module system that hangs must not stop a submission: what could not be looked up is
-        # listed as unchecked.
+        # A hanging module system must not stop a submission: what could not be looked up is listed
+        # as unchecked.
         answer = "no answer\nconda\n"
     module_lines, _, conda_text = answer.partition("conda\n")
     lines = module_lines.splitlines()
@@ -336,7 +336,7 @@ def _conda_environments(text: str) -> list[str] | None:
 
 
 def check_records(root: Path) -> Iterator[CheckFinding]:
-    """Yield whether records cannot be written."""
+    """Yield an error if records cannot be written."""
     place = unwritable(root)
     if place:
         message = f"{place} is not writable by you"
@@ -345,9 +345,9 @@ def check_records(root: Path) -> Iterator[CheckFinding]:
 
 
 def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
-    """Yield which paths of a job, which runs on other machines, are on this machine alone."""
+    """Yield paths that exist only on this machine, for a job that runs on other machines."""
     software, own = job.environment, job.checkpoint
-    is_copied = job.snapshot or software.container is not None  # its records or image have it
+    is_copied = job.snapshot or software.container is not None  # in its records or image
     places = {
         "--records": str(records),
         "workdir": "" if is_copied else job.workdir,
@@ -357,7 +357,7 @@ def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
         "environment.container.image": software.container.image if software.container else "",
         **{f"stage.{index}.source": entry.source for index, entry in enumerate(job.stage)},
         **{f"collect.{index}.target": entry.target for index, entry in enumerate(job.collect)},
-        # Below /tmp it is an error: `check_directory` looks at it.
+        # Below /tmp it is an error, which `check_directory` reports.
         "checkpoint.directory": "" if private_directory(own.directory) else own.directory,
     }
     alone: dict[str, list[str]] = {}
@@ -376,7 +376,7 @@ def check_shared(job: Job, records: Path) -> Iterator[CheckFinding]:
 
 
 def check_collect(job: Job) -> Iterator[CheckFinding]:
-    """Yield targets of results that cannot be written, as far as this machine sees them."""
+    """Yield targets of results that cannot be written, as seen from this machine."""
     for index, entry in enumerate(job.collect):
         place = "" if entry.target.startswith("{") else unwritable(Path(entry.target))
         if place:
@@ -386,7 +386,7 @@ def check_collect(job: Job) -> Iterator[CheckFinding]:
 
 
 def unwritable(path: Path) -> str:
-    """Return the existing directory that would have to be writable for a path; empty if it is."""
+    """Return the directory that must become writable for a path; empty if it already is."""
     place = Path(os.path.abspath(path))
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -405,7 +405,7 @@ _MEBIBYTE = 1024**2
 
 @dataclass
 class _Walk:
-    """Results of a walk through a source; `refused` holds what staging of a tree would refuse."""
+    """Results of a walk through a source; `refused` lists what staging a tree would refuse."""
 
     stage: Stage
     ends: float
@@ -455,14 +455,15 @@ def check_stages(
 def check_targets(
     job: Job, sizes: Mapping[str, int], bases: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
-    """Yield which target directories cannot be used on this machine, or have too little room.
+    """Yield target directories that cannot be used on this machine, or have too little room.
 
-    Only for a job that runs here, where `bases` are the directories that `shm` and `local` mean.
-    `sizes` are MiB by target.
+    Only for a job that runs here; `bases` are the directories for `shm` and `local`, and `sizes`
+    are
+    MiB by target.
     """
     for target, mebibytes in sizes.items():
         base, need = bases.get(target, target), mebibytes * _MEBIBYTE
-        with contextlib.suppress(OSError):  # a missing one is reported below
+        with contextlib.suppress(OSError):  # missing directories are reported below
             room = room_at(base)
             index = next(index for index, stage in enumerate(job.stage) if stage.target == target)
             message = f"the data are {human_bytes(need)}, and {human_bytes(max(0, room.bytes))} "
@@ -503,14 +504,14 @@ def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[CheckFinding]:
         walk.kind = kind_at(stage.source, stage.kind)
         check_archive(stage.source, walk.kind)
     except PermissionError:
-        pass  # the walk names what is unreadable
+        pass  # the walk reports what is unreadable
     except HpmlError as fault:
         yield error("stage.kind", place, stage.source, fault.message, None, fault.hint)
 
 
 def _no_source(stage: Stage, place: str, fault: OSError) -> CheckFinding:
     message = f"{stage.source} cannot be staged: {fault.strerror or fault}"
-    if stage.size is not None:  # then it need not be here: it may be on the nodes alone
+    if stage.size is not None:  # need not exist here: it may be on the nodes only
         return warning("stage.missing", place, stage.source, message)
     hint = "if only the nodes have it, give its `size`"
     return error("stage.missing", place, stage.source, message, None, hint)
@@ -536,8 +537,8 @@ def _look(walk: _Walk) -> None:
             directories.remove(name)
             walk.refused.append(f"{shown(os.path.join(directory, name))}: {CIRCLE}")
         for name in [*directories, *files]:
-            # Both limits: a slow file server needs the time, a fast one with millions of files the
-            # number. Sizes are unknown then, and nothing is concluded from a part.
+            # Two limits: time for a slow file server, number of entries for a fast one with
+            # millions of files. Then sizes are unknown, and nothing is concluded from a part.
             if walk.entries >= _MAX_ENTRIES or walk.clock() > walk.ends:
                 walk.cut = True
                 return

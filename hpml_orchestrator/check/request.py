@@ -31,12 +31,12 @@ class CheckFinding:
 
     Attributes:
         level: `error` (the job would not run) or `warning` (it may not, or not as intended).
-        code: short word for programs, such as `time.partition`; stays the same over releases.
-        field: the field of the job file.
-        value: its value; None if it has none.
+        code: short identifier for programs, such as `time.partition`; stable across releases.
+        field: field of the job file.
+        value: value of the field; None if it has none.
         message: what is wrong with it.
-        limit: the value that is allowed, if there is one.
-        hint: how to fix it, if the message does not contain that.
+        limit: the allowed value, if there is one.
+        hint: how to fix it, unless the message explains that.
     """
 
     level: Level
@@ -70,7 +70,7 @@ def errors_first(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
 
 
 def cpus_field(job: Job) -> str:
-    """Return the field of `resources` that its number of CPUs per node comes from."""
+    """Return the field of `resources` that determines a job's CPUs per node."""
     resources = job.resources
     if resources.cpus_per_rank == 1 and resources.ranks > 1:
         for name in ("ranks_per_node", "ranks_per_gpu"):
@@ -81,7 +81,7 @@ def cpus_field(job: Job) -> str:
 
 
 def memory_field(job: Job) -> str:
-    """Return the field of `resources` that its memory per node comes from."""
+    """Return the field of `resources` that determines a job's memory per node."""
     return "memory_per_cpu" if job.resources.memory_per_cpu else "memory"
 
 
@@ -93,13 +93,13 @@ class JobRequest:
         job: the job, complete.
         nodes: number of nodes.
         tasks, cpus: tasks and CPUs per node.
-        memory_mib: per node, with what is staged to RAM; None where the job names none.
+        memory_mib: memory per node, including data staged to RAM; None if the job sets none.
         staged_mib: the part of it that is staged to RAM.
-        gpus: types and numbers per node; an empty type is any.
-        minutes: time limit, rounded up as Slurm does.
+        gpus: types and numbers per node; an empty type means any.
+        minutes: time limit, rounded up as in Slurm.
         partitions: names; empty for the default one.
         options: the other sbatch options, without their dashes; None for one without a value.
-        disk_mib, shm_mib: what is staged to each node's local disk and RAM, as far as known.
+        disk_mib, shm_mib: data staged to each node's local disk and RAM, as far as known.
     """
 
     job: Job
@@ -133,16 +133,16 @@ class Placement:
 
     @property
     def whole_nodes(self) -> bool:
-        """Whether the job gets whole nodes, by its wish or the partition's."""
+        """Whether the job gets whole nodes, by its request or the partition's rule."""
         return self.partition.exclusive or self.request.job.resources.exclusive
 
     @property
     def memory_mib(self) -> int:
-        """Memory per node: the job's own, else the default; 0 where neither is fixed."""
+        """Memory per node: the job's own, else the default; 0 if neither is set."""
         if self.request.memory_mib is not None:
             return self.request.memory_mib
-        # A whole node comes with all of its memory, and without MEMORY in SelectTypeParameters none
-        # is counted.
+        # A whole node comes with all of its memory, and without MEMORY in SelectTypeParameters
+        # Slurm does not count memory.
         if not self.cluster.limits.memory_consumable or self.whole_nodes:
             return 0
         for owner in (self.partition, self.cluster.limits):
@@ -154,7 +154,7 @@ class Placement:
 
     @property
     def memory_text(self) -> str:
-        """Memory per node as a message shows it, and where the number comes from."""
+        """Memory per node for a message, and where the number comes from."""
         origin = ""
         if self.request.memory_mib is None:
             origin = f" (the default for {counted(self.request.cpus, 'CPU')})"
@@ -164,7 +164,7 @@ class Placement:
 
     @property
     def cpus(self) -> int:
-        """CPUs per node; Slurm raises them where memory is above MaxMemPerCPU."""
+        """CPUs per node; Slurm raises them if memory exceeds MaxMemPerCPU."""
         most = self.cluster.limits.max_memory_per_cpu_mib
         if self.partition.max_memory_per_cpu_mib or self.partition.max_memory_per_node_mib:
             most = self.partition.max_memory_per_cpu_mib
@@ -174,13 +174,13 @@ class Placement:
     def tres(self, fitting: list[Node]) -> dict[str, int]:
         """Return the TRES that the whole job is charged for, by Slurm's names; memory in MiB.
 
-        It counts as one `job`: the tasks of an array may run one after the other.
+        It counts as one `job`: the tasks of an array may run one after another.
         """
         nodes = self.request.nodes
         cpus = self.cpus * nodes
         if self.whole_nodes or self.cluster.limits.whole_nodes:
-            # A whole node is charged with all of its CPUs. The smallest that fit give the least
-            # charge, so no limit is reported that the job might not reach.
+            # A whole node is charged with all of its CPUs. Use the smallest nodes that fit, so that
+            # no limit is reported that the job might not reach.
             cpus = max(cpus, sum(sorted(node.cpus for node in fitting)[:nodes]))
         gpus = {f"gres/gpu:{kind}": count * nodes for kind, count in self.request.gpus if kind}
         gpus["gres/gpu"] = sum(count for _, count in self.request.gpus) * nodes
@@ -223,15 +223,15 @@ _RANKS = "resources.ranks_per_node"
 
 
 def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
-    """Return the node types that a job may land on by the site's own rules, by name."""
+    """Return the node types that a job may get under the site's own rules, by name."""
     return site.site.kinds_of(effective_job(job, site.site.directives).resources.partition)
 
 
 def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
-    """Return the topologies of the node types that a job may land on, by the type's name.
+    """Return the topologies of the node types that a job may get, by the type's name.
 
     Raises:
-        InputError: a file of the profile does not exist or describes no node; names file and field.
+        InputError: a file of the profile does not exist or is not a topology; names file and field.
     """
     found = {}
     for name, kind in (kinds_for(job, site) if site else {}).items():
@@ -243,12 +243,12 @@ def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
 
 @dataclass(frozen=True)
 class NodeShape:
-    """The properties of a kind of nodes that matter for binding; 0 if unknown.
+    """The properties of a kind of node that matter for binding; 0 if unknown.
 
     Attributes:
-        name: what to call such a node.
+        name: name of such a node.
         cores: physical cores.
-        cpus_per_core: CPUs that Slurm counts for each of them.
+        cpus_per_core: CPUs per core, as Slurm counts them.
         sockets: sockets.
         domains: NUMA domains that have CPUs.
     """
@@ -278,7 +278,7 @@ def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> NodeS
 
 
 def shape_of_node(node: Node) -> NodeShape:
-    """Return the shape of a node as Slurm has it; NUMA domains are unknown."""
+    """Return the shape of a node as reported by Slurm; NUMA domains are unknown."""
     cores = node.sockets * node.cores_per_socket
     return NodeShape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
 
@@ -290,7 +290,7 @@ def check_binding(
 
     Args:
         job: a complete job.
-        shapes: of the nodes that it may land on, as far as known.
+        shapes: shapes of the nodes that it may get, as far as known.
         whole: whether it gets whole nodes.
     """
     findings = list(_gpus(job))
@@ -338,9 +338,9 @@ def _cores(job: Job, shape: NodeShape, *, whole: bool) -> Iterator[CheckFinding]
 
 
 def _units(job: Job, shape: NodeShape) -> Iterator[CheckFinding]:
-    """Yield a warning if there are more ranks than sockets or domains, if each must have one.
+    """Yield a warning if each rank must have its own socket or domain, and there are too few.
 
-    With GPUs the policy means the GPU's socket or domain, and ranks usually share that.
+    With GPUs, the policy means the GPU's socket or domain, which ranks usually share.
     """
     policy, ranks = job.binding.policy, job.resources.ranks
     units = {"socket": shape.sockets, "numa": shape.domains}.get(policy, 0)

@@ -1,4 +1,4 @@
-"""Compare a job with a cluster before it is submitted: pure rules, no command is run.
+"""Compare a job with a cluster before submission: pure rules that run no command.
 
 The rules follow experiments with Slurm 22.05, which `tests/cluster/test_check_against_slurm.py`
 repeats. An error means that Slurm refuses the job, or accepts it and never starts it.
@@ -53,9 +53,9 @@ class AccountSelection:
     """Account and QOS of a job.
 
     Attributes:
-        account: that it is charged to; empty if unknown.
-        association: of the user and that account.
-        qos_name: of the job; empty if it has none.
+        account: account that is charged; empty if unknown.
+        association: the association of the user and that account.
+        qos_name: name of the job's QOS; empty if it has none.
         qos: that QOS.
         findings: what is wrong with the choice.
     """
@@ -86,14 +86,14 @@ def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
 def accounting_limits(
     placement: Placement, selection: AccountSelection, tres: Mapping[str, int]
 ) -> Iterator[CheckFinding]:
-    """Yield the limits of the partition's QOS, the job's QOS and the association that it exceeds.
+    """Yield the limits of the partition's QOS, the job's QOS and the association that are exceeded.
 
     For each kind of limit only the first one that is set applies, in Slurm's order. `tres` is what
     the whole job is charged with.
     """
     request = placement.request
     owners = list(_limit_owners(placement, selection))
-    # Slurm takes the first owner that sets a limit and ignores the others, even stricter ones.
+    # Slurm uses the first owner that sets a limit and ignores the others, even stricter ones.
     # Reporting every limit would refuse jobs that run.
     timed = [(name, owner, owner.max_seconds) for name, owner in owners if owner.max_seconds]
     for name, owner, seconds in timed[:1]:
@@ -134,7 +134,7 @@ def accounting_limits(
 
 
 def shared_limits(placement: Placement, selection: AccountSelection) -> Iterator[str]:
-    """Yield whose limits running jobs fill, so that the job may wait for their end."""
+    """Yield the owners of limits that running jobs use up, so that the job may have to wait."""
     for name, owner in _limit_owners(placement, selection):
         if owner.max_tres_per_user or owner.group_tres:
             yield name
@@ -143,11 +143,11 @@ def shared_limits(placement: Placement, selection: AccountSelection) -> Iterator
 def _first_limits(
     owners: list[tuple[str, Qos | Association]], attribute: str
 ) -> dict[str, tuple[str, Qos | Association, int]]:
-    """Return for each resource the owner whose limit counts, its name, and the limit."""
+    """Return the owner, name and limit that apply to each resource."""
     first: dict[str, tuple[str, Qos | Association, int]] = {}
     for name, owner in owners:
         for resource, limit in getattr(owner, attribute, {}).items():
-            if resource.partition(":")[0] in _FIELDS:  # billing is not known before submission
+            if resource.partition(":")[0] in _FIELDS:  # billing is unknown before submission
                 first.setdefault(resource, (name, owner, limit))
     return first
 
@@ -187,10 +187,10 @@ def _enforcement_note(owner: Qos | Association) -> str:
 
 
 def _association(request: JobRequest, cluster: Cluster) -> Association | None:
-    """Return the association that a job would use: with its account and, best, its partition."""
+    """Return a job's association: the one with its account and, if possible, partition."""
     wanted = request.job.resources.account
     partitions, default = request.partitions, cluster.default_partition
-    if not partitions and default is not None:  # the association may be of that partition alone
+    if not partitions and default is not None:  # the association may apply to that partition only
         partitions = (default.name,)
     fitting = [
         association
@@ -222,7 +222,7 @@ def _account(
         message = "this cluster requires an account, and you have no "
         message += "default account" if accounts else "account"
         hint = f"`account: {accounts[0]}`" if accounts else "ask the site for an account"
-        # Slurm fills it in after the site's plugin, which may have
+        # Slurm sets it after the site's plugin, which may have changed it
         level = "warning" if cluster.may_rewrite_jobs else "error"
         yield CheckFinding(level, "account.none", field, None, message, accounts, hint)
 
@@ -267,15 +267,15 @@ _FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
 
 @dataclass(frozen=True)
 class _Need:
-    """One thing that a node must have.
+    """One property that a node must have.
 
     Attributes:
-        code: of the finding, up to its dot.
-        field: of the job's `resources`.
+        code: code of the finding, up to its dot.
+        field: field of the job's `resources`.
         text: for messages.
-        has: how much of it a node has.
+        has: returns how much of it a node has.
         least: how much of it a node must have.
-        show: how a message shows an amount.
+        show: formats an amount for a message.
     """
 
     code: str
@@ -292,19 +292,19 @@ class _Need:
 def fit(placement: Placement) -> tuple[list[Node], list[CheckFinding]]:
     """Return the nodes that meet all requests of a job, and findings about unmet requests.
 
-    The state of a node does not matter; one that is only planned (FUTURE) does not count.
+    The state of a node does not matter, but one that is only planned (FUTURE) does not count.
     """
     request, partition = placement.request, placement.partition
     members = placement.cluster.nodes_of(partition)
-    # A node that is down counts: the job may wait for it. One that is FUTURE exists in the
-    # configuration only.
+    # A node that is down counts: the job may wait for it. A FUTURE node exists only in the
+    # configuration.
     nodes = [node for node in members if "FUTURE" not in node.states]
     needs = list(_needs(placement))
     fitting = [node for node in nodes if all(need.met(node) for need in needs)]
     if len(fitting) >= request.nodes:
         return fitting, []
-    # Name a single need that too few nodes meet. Only if each alone is met often enough is the
-    # combination at fault, and the message must say so.
+    # Report a single need that too few nodes meet. Only if each need alone is met often enough is
+    # the combination at fault, and the message must say so.
     short = [need for need in needs if sum(map(need.met, nodes)) < request.nodes]
     if short:
         findings = [_short(placement, need, nodes) for need in short]
@@ -343,7 +343,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     def cpus_of(node: Node) -> int:
         if most_cpus is None or most_cpus >= node.cpus:
             return node.cpus
-        return 0 if placement.whole_nodes else most_cpus  # such a node is never given whole
+        return 0 if placement.whole_nodes else most_cpus  # never given as a whole node
 
     if cpus > request.cpus:
         text = f"{cpus} CPUs per node, because of its memory (MaxMemPerCPU)"
@@ -359,7 +359,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
         yield _Need("memory", field, text, lambda node: node.memory_mib, memory, size_text)
     if disk:
         text = f"{size_text(disk)} of local disk for staging"
-        # 0: the site does not say
+        # 0: the site does not set it
         yield _Need("disk", "stage", text, lambda node: node.tmp_disk_mib or disk, disk, size_text)
     for kind, count in request.gpus:
         text = f"{counted(count, 'GPU')}{f' of type {kind}' if kind else ''} per node"
@@ -373,7 +373,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
 def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> CheckFinding:
     request, partition = placement.request, placement.partition
     having = sum(map(need.met, nodes))
-    # The n-th largest amount is the most that a job of n nodes can ask for.
+    # The n-th largest amount is the most that a job of n nodes can request.
     amounts = sorted(map(need.has, nodes), reverse=True)
     most = amounts[request.nodes - 1] if len(amounts) >= request.nodes else 0
     message = f"this job asks for {need.text}; "
@@ -417,7 +417,7 @@ def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[CheckFindin
 
 
 def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[CheckFinding]:
-    """Yield a finding if the data, as far as known, exceed the local disks in the site profile."""
+    """Yield a finding if the known data exceeds the local disks in the site profile."""
     kinds = site.kinds_of(job.resources.partition) if site else {}
     disks = {name: kind.local_disk for name, kind in kinds.items() if kind.local_disk}
     small = sorted(name for name, size in disks.items() if size < disk_mib)
@@ -452,8 +452,8 @@ class ClusterAnswer:
 
     Attributes:
         findings: what prevents the job from running, or may; errors first.
-        partitions: names of those that would accept the job.
-        shared_limits: whose limits running jobs fill, such as `QOS long`.
+        partitions: names of partitions that would accept the job.
+        shared_limits: owners of limits that running jobs use up, such as `QOS long`.
         not_checked: requests that were not compared with the cluster, such as `--signal=USR1@60`.
     """
 
@@ -482,10 +482,10 @@ class _PartitionAnswer:
 def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> ClusterAnswer:
     """Return everything that prevents a job from running on a cluster, or may.
 
-    `disk_mib` and `shm_mib` are what will be staged to each node's disk and RAM, as far as known.
+    `disk_mib` and `shm_mib` are the data that will be staged to each node, as far as known.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
-        disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
+        disk_mib = 0  # TmpDisk describes another directory than the staging target
     request = job_request(job, disk_mib=disk_mib, shm_mib=shm_mib)
     selection = select_account(request, cluster)
     chosen, faults = _partitions(request, cluster)
@@ -493,11 +493,11 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     findings = [*_array(job, cluster), *selection.findings, *unknown, *faults]
     answers = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
     # Slurm starts a job in any of its partitions that can run it, so one that fits is enough. What
-    # the others lack matters only to a site that enforces the limits of all.
+    # the others lack matters only if the site enforces the limits of all.
     usable = [answer for answer in answers if not answer.findings]
     if answers:
         findings += _combined(request, answers, usable, cluster, selection)
-    # A type of GPU that no node has would also be reported as missing in each partition: once is
+    # A GPU type that no node has would also be reported as missing in each partition: once is
     # enough.
     implied = {_IMPLIED.get(finding.code) for finding in findings}
     findings = errors_first(finding for finding in findings if finding.code not in implied)
@@ -548,7 +548,7 @@ def _partitions(
     if "all_partitions" in plugins:
         return list(cluster.partitions), []
     if cluster.may_rewrite_jobs:
-        return [], []  # the site's plugin may choose one; which one is unknown before submission
+        return [], []  # the site's plugin may choose one, unknown before submission
     if cluster.default_partition is not None:
         return [cluster.default_partition], []
     if request.options.get("reservation"):
@@ -574,7 +574,7 @@ def _compare(placement: Placement, selection: AccountSelection) -> _PartitionAns
 
 
 def _state_findings(placement: Placement) -> Iterator[CheckFinding]:
-    """Yield a finding about the partition's state: `DOWN` takes jobs and starts none."""
+    """Yield a finding about the partition's state: `DOWN` accepts jobs but starts none."""
     if placement.partition.state in _STATES:
         code, reason = _STATES[placement.partition.state]
         message = f"partition {placement.partition.name} {reason}"
@@ -582,7 +582,7 @@ def _state_findings(placement: Placement) -> Iterator[CheckFinding]:
 
 
 def _closed_findings(placement: Placement) -> Iterator[CheckFinding]:
-    """Yield why the user may not name the partition at all, not even as one of several."""
+    """Yield why the user may not request the partition at all, not even as one of several."""
     request, partition, cluster = placement.request, placement.partition, placement.cluster
     where, groups, root = f"partition {partition.name}", partition.allow_groups, "root"
     if partition.root_only and cluster.user != root:
@@ -614,10 +614,10 @@ def _access_findings(placement: Placement, selection: AccountSelection) -> Itera
 
 
 def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[CheckFinding]:
-    """Yield which limits of the partition the job is over; `flags` are those of its QOS."""
+    """Yield the limits of the partition that the job exceeds; `flags` are those of its QOS."""
     request, partition = placement.request, placement.partition
     limits = placement.cluster.limits
-    # A QOS may lift limits of partitions by a flag, but not where the site enforces them at
+    # A QOS may lift a partition's limits by a flag, but not if the site enforces them at
     # submission.
     lifted = set(flags) if limits.enforce_partition_limits == "NO" else set()
     where = f"partition {partition.name}"
@@ -656,7 +656,7 @@ def _limit_findings(placement: Placement, flags: Iterable[str]) -> Iterator[Chec
 
 
 def _among(name: str, names: Iterable[str]) -> bool:
-    """Return whether a name is among others; Slurm's accounting keeps them in lower case."""
+    """Return whether a name is among others; Slurm's accounting stores them in lower case."""
     return name.lower() in {other.lower() for other in names}
 
 
@@ -667,7 +667,7 @@ def _combined(
     cluster: Cluster,
     selection: AccountSelection,
 ) -> list[CheckFinding]:
-    """Return the findings for all partitions together; mostly one that would run it is enough."""
+    """Return the findings for all partitions together; usually one that would run it is enough."""
     if not usable:
         return [finding for answer in answers for finding in answer.findings]
     enforced = cluster.limits.enforce_partition_limits
@@ -696,7 +696,7 @@ def _combined(
 def _nodes_down(
     request: JobRequest, usable: Sequence[_PartitionAnswer], cluster: Cluster
 ) -> Iterator[CheckFinding]:
-    """Yield a warning where nodes are out of service, so that the job cannot start now."""
+    """Yield a warning if nodes are out of service, so that the job cannot start now."""
     for answer in usable:
         up = {node.name for node in answer.nodes if node.up}
         if len(up) >= request.nodes:
@@ -722,8 +722,8 @@ def _staged_memory(
         return
     placements = [Placement(request, answer.partition, cluster) for answer in usable]
     default = max(placement.memory_mib for placement in placements)
-    # Files in /dev/shm are charged to the job. With the default of memory, staging alone would
-    # exceed it, and the kernel would kill the ranks.
+    # Files in /dev/shm are charged to the job. With the default memory, staging alone would exceed
+    # it, and the kernel would kill the ranks.
     if default and request.shm_mib >= default:
         limit = size_text(default)
         message = f"{size_text(request.shm_mib)} are staged to shm, which counts as the job's "

@@ -1,4 +1,4 @@
-"""Check a job that was rendered, write its submission and submit it."""
+"""Check a rendered job, write its submission and submit it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def prepare_checked(
         store: where records live.
         rendered: the job and its script.
         checked: whether to check the job first.
-        notice: takes each line to show, such as a warning.
-        unchecked: what the caller can write to submit it without the check.
+        notice: called with each line to show, such as a warning.
+        unchecked: what the user can write to submit it without the check.
         sid: the submission's id, if it was chosen before.
-        record: more for `submit.json`.
+        record: additional fields of `submit.json`.
 
     Raises:
         InputError: the job cannot run, or the cluster would not run it.
@@ -76,7 +76,7 @@ def prepare_checked(
     )
     try:
         claim_checkpoints(store, submission)
-    except InputError:  # another process has been faster since: this one was never submitted
+    except InputError:  # another process was faster: this one was never submitted
         for directory in (submission.directory, store.runs_dir / submission.sid):
             shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -125,7 +125,7 @@ def _refuse_unaccepted(
         walk_seconds=1.0,
         others=False,
     )
-    # The submission itself reports a moment later that records cannot be written.
+    # If records cannot be written, the submission itself reports that a moment later.
     errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
     if errors:
         raise refusal(errors, unchecked)
@@ -138,7 +138,7 @@ def _refuse_unaccepted(
 
 
 def check_rendered(rendered: Rendered, store: Store, **limits: Any) -> CheckReport:
-    """Check a job that was rendered for its scheduler; `limits` are `check_job`'s."""
+    """Check a job that was rendered for its scheduler; `limits` are passed to `check_job`."""
     job, backend, site = rendered.resolved.job, rendered.resolved.backend, rendered.resolved.site
     return check_job(
         job,

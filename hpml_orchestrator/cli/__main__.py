@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 def run() -> None:
     """Entry point; Ctrl-C ends hpml without a traceback unless a command handles it."""
     held = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if held:  # KeyboardInterrupt can get lost inside an import; nothing has been started by then
+    if held:  # KeyboardInterrupt can get lost inside an import; nothing has started yet
         signal.signal(signal.SIGINT, _leave)
     from hpml_orchestrator.cli.main import main  # noqa: PLC0415 - signals first
 

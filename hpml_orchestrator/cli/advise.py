@@ -68,7 +68,7 @@ def advise(
     ] = None,
     time_limit: Annotated[
         int,
-        typer.Option("--time-limit", metavar="SECONDS", help="For all short runs together."),
+        typer.Option("--time-limit", metavar="SECONDS", help="Limit for all short runs together."),
     ] = 300,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,7 +77,7 @@ def advise(
     Words after `--` are appended to `args` of the job file.
 
     Runs the program of the job file on this machine for a few steps, in its working directory; with
-    --model it computes by formulas. Exit status: 0 if the job fits or the limit is not known, 1 if
+    --model it uses formulas instead. Exit status: 0 if the job fits or the limit is unknown, 1 if
     it does not fit, 2 if the program cannot be measured, 6 if it fails.
     """
     refuse_empty({"--device-memory": device_memory, "--model": model})
@@ -151,7 +151,7 @@ def advise(
 
 
 def _measured(job: Job, command: Sequence[str], time_limit: int) -> tuple[int | None, Measured]:
-    """Return the batch of a rank, None if no argument sets it, and what the program used."""
+    """Return the batch size of a rank, None if no argument sets it, and what the program used."""
     found, commands, size = batch_argument(ProgramArguments(command)), {0: command}, None
     if found is not None:
         name, size, shared = found
@@ -316,7 +316,7 @@ def _headroom(advice: Advice) -> str:
     batch, most = advice.batch, advice.largest_batch
     text = ""
     if most and batch and most > batch:
-        step = 10 ** max(len(str(most)) - 2, 0)  # more digits than two would not be known
+        step = 10 ** max(len(str(most)) - 2, 0)  # more than two digits would be false precision
         text = f", with a batch up to about {most // step * step:,}"
     if advice.replicas > 1:
         text += f", or {advice.replicas} such trainings side by side"
@@ -324,6 +324,6 @@ def _headroom(advice: Advice) -> str:
 
 
 def _memory(need: float) -> str:
-    """Return a size for `resources.memory`, a tenth above the need."""
+    """Return a value for `resources.memory`, a tenth above the need."""
     gibibytes = 1.1 * need / GIB
     return f"{gibibytes:.0f}G" if gibibytes > 16 else f"{-(-1.1 * need // MIB):.0f}M"  # noqa: PLR2004

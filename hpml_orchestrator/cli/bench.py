@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.site.model import ResolvedSite
 
-_SOURCE = "bench.yaml"  # in place of a job file
+_SOURCE = "bench.yaml"  # stands in for a job file
 
 
 def bench(
@@ -68,11 +68,11 @@ def bench(
 ) -> None:
     """Measure nodes and compare them with their siblings, their history and their specification.
 
-    It submits a job that takes at most two minutes per node, all nodes at the same time, waits for
+    Submits a job that takes at most two minutes and measures all nodes at the same time, waits for
     it and prints a table. `--set` changes the job: partition, account, software to measure with.
 
     Exit status: 0 if all nodes are normal, 9 if one is an outlier or a part of it failed, 6 or
-    another one if a node could not be measured or judged.
+    another value if a node could not be measured or judged.
     """
     store = store_of(context)
     wanted = job.parse_nodes(nodes)
@@ -143,7 +143,7 @@ def _report(
     *,
     as_json: bool,
 ) -> None:
-    """Judge, keep and print what the nodes measured."""
+    """Judge, store and print the measurements."""
     measured, damaged = collect(run, rid, site.site if site else None)
     directories = results.directories_of(store.root, site.sources if site else [])
     kinds = {made.type for made in measured}

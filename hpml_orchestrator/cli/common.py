@@ -25,7 +25,7 @@ STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
 _MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench", "advise", "init"})
-"""Commands that may be the first ones in a directory of records, also as `hpml sweep run`."""
+"""Commands that may create a directory of records; `hpml sweep run` counts as `run`."""
 
 
 def completion(ids: Callable[[Store], Iterable[str]]) -> Callable[..., list[str]]:
@@ -57,7 +57,7 @@ AfterOption = Annotated[
     typer.Option(
         "--after",
         metavar="RUN|any:RUN|notok:RUN",
-        help="Start after that run has completed; with any: has ended, with notok: has failed. "
+        help="Start after that run has completed (any: ended, notok: failed). "
         "May be repeated; overrides `after` of the job file.",
     ),
 ]
@@ -85,7 +85,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="slurm, local (this machine), or auto: what HPML_BACKEND or the site profile says, "
+        help="slurm, local (this machine), or auto: as set by HPML_BACKEND or the site profile, "
         "else Slurm if sbatch is on PATH.",
     ),
 ]
@@ -103,7 +103,7 @@ def store_of(context: typer.Context) -> Store:
     """Return the store that `--records` or the environment names.
 
     Raises:
-        NotFoundError: it names a directory that does not exist, and the command only reads there.
+        NotFoundError: the directory does not exist, and the command only reads records.
     """
     from hpml_orchestrator.records.store import (  # noqa: PLC0415 - `hpml stage` has no records
         Store,
@@ -115,7 +115,7 @@ def store_of(context: typer.Context) -> Store:
     store = open_store(chosen, must_exist=context.info_name not in _MAKE_RECORDS)
     store.cluster = cluster_here
     root = store.root
-    # A typical slip is `--records DIR/runs`. It would make a second store inside of the first, and
+    # A common mistake is `--records DIR/runs`. It would create a second store inside the first, and
     # find no runs in it.
     if Store(root.parent).submissions_dir.is_dir() and Store(root.parent).runs_dir.is_dir():
         raise InputError(
@@ -137,7 +137,7 @@ def _notice_once(text: str) -> None:
 
 
 def chosen_site(context: typer.Context) -> str:
-    """Return the value of `--site` or `HPML_SITE`: a file, `none`, or nothing."""
+    """Return the value of `--site` or `HPML_SITE`: a file, `none`, or an empty string."""
     return (context.find_root().obj or {}).get("site") or ""
 
 
@@ -147,7 +147,7 @@ def appended_arguments(context: typer.Context) -> list[str]:
 
 
 def refuse_empty(options: Mapping[str, str | None]) -> None:
-    """Refuse options with an empty value, as from an unset shell variable; None is not given.
+    """Refuse options with an empty value, as from an unset shell variable; None means not given.
 
     Raises:
         InputError: one of them is empty.
@@ -167,7 +167,7 @@ def refuse_with(option: str, others: Mapping[str, object]) -> None:
         others: options that it excludes, with their values.
 
     Raises:
-        InputError: one of the others was given as well.
+        InputError: one of the others was also given.
     """
     for other, value in others.items():
         if value:
@@ -181,7 +181,7 @@ def print_json(value: object) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # a file name that is not text, or a terminal without Unicode
+    except UnicodeEncodeError:  # a file name is not text, or the terminal lacks Unicode
         text = json.dumps(value, indent=2, default=str)
     typer.echo(text)
 
@@ -189,12 +189,12 @@ def print_json(value: object) -> None:
 def print_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()
 ) -> None:
-    """Print a table: drawn by rich on a terminal, tab-separated lines elsewhere.
+    """Print a table: drawn by rich on a terminal, as tab-separated lines elsewhere.
 
     Args:
         header: name of each column.
         rows: cells of each row.
-        optional: columns to leave out on a narrow terminal, the least important first.
+        optional: columns to drop on a narrow terminal, least important first.
     """
     if not sys.stdout.isatty():
         lines = ("\t".join(" ".join(cell.split()) for cell in row) for row in [header, *rows])
@@ -205,14 +205,14 @@ def print_table(
     draw_table(header, rows, optional)
 
 
-# The Prometheus that commands ask for figures of jobs.
+# The Prometheus that commands query for figures of jobs.
 
 
 def chosen_prometheus(context: typer.Context, url: str, credentials: str) -> Prometheus | None:
     """Return the Prometheus of the command line, else that of the site; None if there is none.
 
     Args:
-        context: of the command, for the site profile.
+        context: context of the command, for the site profile.
         url: its address; `none` for no Prometheus, empty for that of the site.
         credentials: file with `user:password` or a token; read only if there is a Prometheus.
 

@@ -80,7 +80,7 @@ def push(
         typer.Option(
             "--prometheus",
             metavar="URL",
-            help="Make a data source for this Prometheus, as Grafana reaches it.",
+            help="Create a data source for this Prometheus; use the address that Grafana uses.",
         ),
     ] = "",
     datasource: Annotated[
@@ -93,16 +93,16 @@ def push(
     ] = "",
     no_alerts: Annotated[bool, typer.Option("--no-alerts", help="Push no alert rules.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what a person changed in Grafana, too.")
+        bool, typer.Option("--overwrite", help="Also replace what was changed in Grafana.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")
+        bool, typer.Option("--dry-run", help="Only show what would change.")
     ] = False,
 ) -> None:
     """Put dashboards and alert rules into a Grafana.
 
-    A push can be repeated. What a person changed in Grafana is kept and named; the exit status is
-    then 1, as after failures.
+    A push can be repeated. It keeps and lists what was changed in Grafana; the exit status is then
+    1, as after failures.
     """
     module = _module("push")
     address = web_address(url)
@@ -155,8 +155,8 @@ def show(
 ) -> None:
     """Show the dashboards of a running Prometheus in the browser, without Grafana.
 
-    The address has a token: nobody else on this machine can use it. From another machine, connect
-    with `ssh -L PORT:127.0.0.1:PORT`. Ctrl-C ends it.
+    The address contains a token, so nobody else on this machine can use it. From another machine,
+    connect with `ssh -L PORT:127.0.0.1:PORT`. Ctrl-C ends it.
     """
     own = listen.removeprefix(":")
     try:
@@ -168,7 +168,7 @@ def show(
         message = "must be a port: the server listens on this machine only"
         raise InputError(message, field="--listen", value=listen, hint=hint)
     authorization = read_credentials(prometheus_auth)
-    named = "" if prometheus == "none" else prometheus  # as $PROMETHEUS_URL may be for `hpml top`
+    named = "" if prometheus == "none" else prometheus  # $PROMETHEUS_URL may be `none`
     url = named or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
     source = PrometheusServer(url, authorization)
     try:
@@ -182,7 +182,7 @@ def show(
         raise HpmlError(
             str(error), hint="see that it runs, or name another: --prometheus URL"
         ) from None
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
     with ViewerServer(source, port) as server, contextlib.suppress(KeyboardInterrupt):
         typer.echo(server.address)
         sys.stdout.flush()

@@ -99,15 +99,13 @@ def node(
         ),
     ] = "",
     address_file: _AddressFile = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the metrics of one reading and end.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
     roots: Annotated[list[str], typer.Option("--root", metavar="NAME=DIR", hidden=True)] = [],
 ) -> None:
     """Export metrics of this node's GPUs, jobs, disks and networks.
 
-    Serves /metrics and /healthz until SIGTERM or Ctrl-C. The address goes to stderr, and so do
-    metrics that this node has no source for.
+    Serves /metrics and /healthz until SIGTERM or Ctrl-C. Prints to stderr its address, and the
+    metrics for which this node has no source.
     """
     given = locals()
     with _option_names():
@@ -150,7 +148,7 @@ def slurm(
 ) -> None:
     """Export the cluster's queue, nodes and resources as Slurm shows them.
 
-    Slurm is asked in the background; a scrape returns the last answer.
+    Queries Slurm in the background; a scrape returns the last answer.
     """
     with _option_names():
         options = SlurmOptions(
@@ -223,7 +221,7 @@ def _option_names(**others: str) -> Iterator[None]:
         yield
     except InputError as error:
         if not error.field.isidentifier():
-            raise  # an option already, or a field of a file
+            raise  # already names an option, or a field of a file
         option = others.get(error.field) or f"--{error.field.replace('_', '-')}"
         message = str(error).removeprefix(error.field)
         raise InputError(f"{option}{message}", hint=error.hint) from None

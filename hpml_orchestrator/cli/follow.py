@@ -1,4 +1,4 @@
-"""Commands that follow runs: logs and wait; `run` follows as well."""
+"""Commands that follow runs: logs, wait and attach; `run` follows as well."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def follow(
 ) -> State:
     """Print a run's output as it grows, and its states on standard error, until it has ended.
 
-    A whole array has no output: name one of its tasks, or leave the output out. Ctrl-C ends the
-    following, not the job.
+    An array as a whole has no output: name one of its tasks, or omit the output. Ctrl-C stops
+    following; the job continues.
 
     Args:
         store: where records live.
-        submission: whose run.
-        out: where its output goes.
+        submission: submission of the run.
+        out: destination of its output.
         output: whether to print it at all.
-        position: offset of the first byte that is printed.
+        position: offset of the first byte to print.
         end_line: whether to complete a last line that has no newline.
         summary: whether a summary follows, which has the reason of the end.
     """
@@ -118,7 +118,7 @@ def follow(
     def show(state: State) -> None:
         nonlocal over
         over = state.over
-        if output and state.over:  # the final state comes after the last line of output
+        if output and state.over:  # print the final state after the last line of output
             print_rest()
         notices.show(state, reason=not (summary and output and state.over))
         if output:
@@ -136,16 +136,16 @@ def follow(
 
 
 class _Notices:
-    """Prints a run's state, and the attempt that runs, whenever they change."""
+    """Prints a run's state, and its running attempt, whenever they change."""
 
     def __init__(self) -> None:
         self._shown = self._attempt = ""
-        self._known = 0  # attempts, of which the last has begun to train: its line stays the same
+        self._known = 0  # number of attempts, the last of which has started to train
         self._state: State | None = None
         self._silent = False
 
     def show(self, state: State, *, reason: bool) -> None:
-        """Print what has changed; the same state is passed again between two queries."""
+        """Print what has changed; called again with the same state between two queries."""
         line = _state_line(state, reason=reason)
         if line != self._shown:
             self._shown = line
@@ -169,7 +169,7 @@ class _Notices:
 
 
 def _life(state: State) -> Life | None:
-    with contextlib.suppress(HpmlError):  # another user's
+    with contextlib.suppress(HpmlError):  # it belongs to another user
         if state.state == "RUNNING" and not state.tasks:
             continues = state.submission.requested_job().checkpoint.enabled
             return read_life(state) if state.attempts > 1 or continues else None
@@ -223,7 +223,7 @@ def attach(
 ) -> None:
     """Open a shell, or run a program, on a node of a running job.
 
-    Words after `--` are the program and its arguments; without them it is bash. It starts in the
+    Words after `--` are the program and its arguments; the default is bash. It starts in the
     job's working directory and has the job's CPUs, memory and GPUs on that node. For a job array,
     name one task: RUN.INDEX. The exit status is that of the program.
     """

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
 
-# Command `render`, and the job that the options of a command describe.
+# Command `render`, and the job that a command's options describe.
 
 
 def render(
@@ -83,7 +83,7 @@ def render(
     ] = None,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Show where each value comes from instead of the script."),
+        typer.Option("--explain", help="Instead of the script, show where each value comes from."),
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="With --output: overwrite a job.sh that differs.")
@@ -94,8 +94,8 @@ def render(
 
     Words after `--` are appended to `args` of the job file.
 
-    It is byte for byte the script that `submit` submits. With `--local` no site profile applies
-    unless `--site` names one.
+    The output is byte for byte the script that `submit` submits. With `--local` no site profile
+    applies unless `--site` names one.
     """
     refuse_empty({"--output": output})
     if output:
@@ -220,7 +220,7 @@ def _print(report: CheckReport, backend: str, job: str) -> None:
     typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
 
 
-# Check and submit a job that was rendered, and report what was submitted.
+# Check and submit a rendered job, and report what was submitted.
 
 
 def submit_rendered(
@@ -230,7 +230,7 @@ def submit_rendered(
     checked: bool,
     record: Mapping[str, object] | None = None,
 ) -> tuple[Submission, str]:
-    """Check and submit a job; return its submission and its job's id.
+    """Check and submit a job; return its submission and job id.
 
     After Ctrl-C this reports the state of the submission and exits.
 
@@ -238,17 +238,17 @@ def submit_rendered(
         store: where records live.
         make: returns the job.
         checked: whether to check the job first.
-        record: more for `submit.json`.
+        record: additional fields of `submit.json`.
 
     Raises:
-        HpmlError: it was not submitted, or it is not known whether it was.
+        HpmlError: it was not submitted, or that is unknown.
     """
     submission = None
     try:
         submission, scheduler = prepare_checked(
             store, make(), checked=checked, notice=notice, record=record
         )
-        # The first Ctrl-C waits for the answer, so that no job exists without being reported. A
+        # The first Ctrl-C waits for the answer, so that no job exists without being reported. The
         # second one does not wait.
         with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
             job_id = submit_prepared(submission, scheduler, environment=dict(os.environ))
@@ -273,7 +273,7 @@ def report_submission(
             typer.echo(message)
         sys.stdout.flush()
     except OSError as error:
-        # The job exists. With an exit status other than 0 a script would submit it again.
+        # The job exists. After an exit status other than 0 a script would submit it again.
         report_unwritable_output(error)
         notice(message)
         return
@@ -286,7 +286,7 @@ def report_submission(
 
 
 def job_text(submission: Submission, job_id: str) -> str:
-    """Return the job's id, for an array with the number of its tasks."""
+    """Return the job's id; for an array, with the number of its tasks."""
     if not submission.is_array():
         return job_id
     return f"{job_id} ({counted(len(submission.runs()), 'task')})"
@@ -431,7 +431,7 @@ def _resume(store: Store, submission: Submission) -> str:
     )
 
 
-# Command `resubmit`: the job of an ended run again, as a new run.
+# Command `resubmit`: submit the job of an ended run again, as a new run.
 
 
 def resubmit(
@@ -443,9 +443,9 @@ def resubmit(
 ) -> None:
     """Submit the job of an ended run again, with changes.
 
-    The new run has the old one's job as it was recorded, and continues from its checkpoints if the
-    job has `checkpoint`. Words after `--` are appended to `args`. Code comes from the working
-    directory as it is now, also with `snapshot`, and variables from this shell. To restart a run
+    The new run has the old one's job as recorded, and continues from its checkpoints if the job has
+    `checkpoint`. Words after `--` are appended to `args`. Code comes from the current state of the
+    working directory, even with `snapshot`, and variables from this shell. To restart a run
     unchanged, with its own copy of the code: hpml requeue.
     """
     store = store_of(context)
@@ -456,7 +456,8 @@ def resubmit(
     backend, job_file = str(record["backend"]), str(record["job_file"])
 
     def render_again() -> Rendered:
-        # The recorded job has the profile's defaults already; the script needs the rest of it.
+        # The recorded job already has the profile's defaults; the script needs the rest of the
+        # profile.
         job = load_job(
             job_file,
             [parse_setting(setting) for setting in settings],
@@ -479,7 +480,7 @@ def resubmit(
     report_submission(store, made, job_id, message, as_json=as_json)
 
 
-# Command requeue.
+# Command `requeue`.
 
 
 def requeue(
@@ -489,8 +490,8 @@ def requeue(
 ) -> None:
     """Save and requeue a run; continue an ended one.
 
-    The ranks of a running run are asked to save and stop, and then its job is requeued; that needs
-    `checkpoint` in the job file. For a run that has ended before it was done this submits another
+    Asks the ranks of a running run to save and stop, and then requeues its job; that needs
+    `checkpoint` in the job file. For a run that ended before it was finished, this submits another
     job that continues it. The tasks of a job array continue one by one.
     """
     store = store_of(context)

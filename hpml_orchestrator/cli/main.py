@@ -31,7 +31,7 @@ from hpml_orchestrator.version import __version__
 
 
 class CommandEntry(NamedTuple):
-    """A command in the table: the module that has it, the name there, one line of help, a panel."""
+    """A command of the table: its module, its name there, one line of help, its panel."""
 
     module: str
     attribute: str
@@ -125,21 +125,21 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG
 _ANYWHERE = frozenset(
     "list status show report logs wait attach requeue cancel prune schema export topo man".split()
 )
-"""Commands about records or this node work without a current directory."""
+"""Commands about records or this node work even without a current directory."""
 
 _APPENDING = {
     **dict.fromkeys(("run", "submit", "render", "check", "advise"), "JOB_FILE"),
     **dict.fromkeys(("attach", "resubmit"), "RUN"),
 }
-"""Commands whose words after `--` are a program's, and what comes before those words."""
+"""Commands whose words after `--` are for a program, and what precedes those words."""
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are imported when one of them is called or its help is asked for."""
+    """A group that imports a command only when it is called or its help is requested."""
 
     def __init__(self, **attributes: Any) -> None:
-        # Only names and help lines: importing all commands would cost every `hpml list` and every
-        # completion the time of pydantic, rich and the sweeps.
+        # Only names and help lines: importing all commands would add the import time of pydantic,
+        # rich and the sweeps to every `hpml list` and every completion.
         listed = {
             name: TyperCommand(name, help=entry.help, rich_help_panel=entry.panel)
             for name, entry in COMMANDS.items()
@@ -150,8 +150,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the first argument names, and return it."""
         self.load(args[0])
-        # Cut here, because Click would take the words after `--` as the command's own arguments,
-        # and `--epochs=3` is for the program.
+        # Cut here, because Click would parse the words after `--` as the command's own arguments,
+        # but `--epochs=3` is for the program.
         if args[0] in _APPENDING and "--" in args:
             place = args.index("--")
             ctx.meta[APPENDED] = args[place + 1 :]
@@ -159,7 +159,7 @@ class LazyGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> None:
-        """Import a command of the table; its docstring's first paragraph is the table's line."""
+        """Import a command; the table has the line that is also its docstring's first paragraph."""
         if name not in COMMANDS or name in self._loaded:
             return
         entry = COMMANDS[name]
@@ -232,13 +232,13 @@ def _options(
         bool, typer.Option("--debug", help="Show tracebacks.", envvar="HPML_DEBUG")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show what hpml asks of Slurm, and for how long.")
+        bool, typer.Option("--verbose", help="Show Slurm commands and their duration.")
     ] = False,
     _: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    # Cancelling a job must work even from a directory that somebody has removed.
+    # Cancelling a job must work even from a directory that was removed.
     relative = bool(records) and not os.path.isabs(os.path.expanduser(records))
     wants_help = {"-h", "--help"} & set(sys.argv[1:])
     if (relative or context.invoked_subcommand not in _ANYWHERE) and not wants_help:
@@ -246,7 +246,7 @@ def _options(
     source = context.get_parameter_source("site_profile")
     if source is not None and source.name == "COMMANDLINE" and site_profile != "none":
         path = os.path.abspath(os.path.expanduser(site_profile))
-        if not os.path.exists(path) and not wants_help:  # also for commands that read none
+        if not os.path.exists(path) and not wants_help:  # even for commands that read no records
             raise NotFoundError(f"no such site profile: {path}", hint="or `--site none`")
     if verbose:
         import logging  # noqa: PLC0415 - it takes 10 ms
@@ -273,8 +273,8 @@ def main() -> None:
         _report(error)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python flushes the streams once more at exit
-        # and would complain about the broken pipe there.
+        # The reader, such as `head`, has closed the pipe. Python flushes the streams again at exit
+        # and would report the broken pipe then.
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -285,7 +285,7 @@ def main() -> None:
         if debug:
             raise
         # An error without a file name comes from writing to stdout: a full disk behind a
-        # redirection is no bug in hpml.
+        # redirection is not a bug in hpml.
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and not error.filename:
             report_unwritable_output(error)
             raise SystemExit(EXIT_NOT_WRITTEN) from None
@@ -298,13 +298,13 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    # A daemon or cron may start hpml with closed streams. The next file that is opened would then
-    # become stdout, and be written to.
+    # A daemon or cron may start hpml with closed streams. The next opened file would then become
+    # stdout and be overwritten.
     for name, mode in (("stdout", "w"), ("stderr", "w"), ("stdin", "r")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # File names may hold characters that the terminal's encoding lacks.
+        # File names may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
@@ -314,7 +314,7 @@ def _call() -> None:
     except typer.Abort:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # typer itself ends with 1 then
+        if isinstance(end.__context__, BrokenPipeError):  # typer itself exits with 1 then
             raise end.__context__ from None
         raise
     except _UsageError as error:
@@ -328,7 +328,7 @@ def _call() -> None:
 
 
 def _foreign_job(error: NotFoundError) -> str:
-    """Return what Slurm knows of a job that hpml has no run of; empty if it knows none."""
+    """Return what Slurm reports about a job without a run of hpml; empty if nothing."""
     from hpml_orchestrator.scheduler.slurm import client  # noqa: PLC0415 - rarely needed
 
     status = None
@@ -351,7 +351,7 @@ def _report(error: HpmlError) -> None:
 
 
 def _usage_error(error: Any) -> HpmlError:
-    """Return Typer's error with a hint: what was probably meant, else the command's help."""
+    """Return Typer's error with a hint: the probable intention, or the command's help."""
     message, context = error.format_message().removesuffix("."), error.ctx
     if context is None:  # an option without its value
         return InputError(message, hint="see the command's --help")
@@ -366,7 +366,7 @@ def _usage_error(error: Any) -> HpmlError:
         hint = example
     elif match := re.fullmatch(r"No such command '(\S+\.(?:ya?ml|toml))'", message):
         hint = f"hpml run {match[1]}"
-        if path == "hpml sweep":  # with its options, which are not those of `hpml run`
+        if path == "hpml sweep":  # its options differ from those of `hpml run`
             words = sys.argv[sys.argv.index(match[1]) :] if match[1] in sys.argv else [match[1]]
             hint = f"did you mean `hpml sweep run {shlex.join(words)}`?"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):

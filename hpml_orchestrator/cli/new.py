@@ -1,4 +1,4 @@
-"""Command `new`: start from an example, or write a job file for one's own script."""
+"""Command `new`: start from an example, or write a job file for your own script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.runs.prepare import output_directory
 
 _HELPERS = ("hpml_channel.py", "hpml_checkpoint.py", "hpml_waits.py")
-_SHARED = (*_HELPERS, "hpml_job.py", "hpml_profile.py")  # by the examples
+_SHARED = (*_HELPERS, "hpml_job.py", "hpml_profile.py")  # shared by the examples
 _IMAGES = (
     *("ddp_images.py", "images_data.py", "images_files.py", "images_model.py", "images_nets.py"),
     "make_digits.py",
@@ -31,7 +31,7 @@ _MINE = "mine"
 
 @dataclass(frozen=True)
 class Example:
-    """What `hpml new NAME` writes: files of training_jobs, and the commands that come next."""
+    """What `hpml new NAME` writes: files of training_jobs; and the commands to run next."""
 
     about: str
     files: tuple[str, ...]
@@ -140,9 +140,7 @@ def new(
     ] = None,
     directory: Annotated[
         str | None,
-        typer.Argument(
-            metavar="DIR", help="Directory to write to; is created.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="Directory to create and write to.", show_default=False),
     ] = None,
     script: Annotated[
         str | None,
@@ -207,7 +205,7 @@ def _chosen(name: str | None) -> Example:
 
 
 def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
-    """Write files that are not there yet; return their names."""
+    """Write files that do not exist yet; return their names."""
     missing = []
     with output_directory(target, value=named, field="DIR"):
         for name, content in files.items():
@@ -228,7 +226,7 @@ def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
     return missing
 
 
-# Of torch, accelerate, and transformers' Trainer, which joins the ranks without a line of its user.
+# torch, accelerate, and transformers' Trainer, which joins the ranks without a line of user code.
 _STARTS_GROUP = re.compile(
     r"\b(init_process_group|DistributedDataParallel|Accelerator|\w*TrainingArguments)\b"
     r"|\btransformers(\.| import (\([^)]*|.*)\b)\w*Trainer\b"

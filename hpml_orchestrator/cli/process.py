@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 APPENDED = "hpml.appended"
-"""Key in a context's `meta` of the words after `--`, for commands that take a job file."""
+"""Key in a context's `meta` for the words after `--`, for commands that take a job file."""
 
 EXIT_OUTLIER = 9
 EXIT_INTERNAL = 70
@@ -33,16 +33,16 @@ def notice(text: str) -> None:
 
 
 def become_exporter(module: str, options: str) -> None:
-    """Replace this process by an exporter that has loaded nothing of the command line.
+    """Replace this process by an exporter without any of the command line's libraries.
 
     Args:
-        module: that Python runs.
-        options: its one argument.
+        module: module that Python runs.
+        options: its only argument.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # An exporter runs for months next to other people's jobs: exec drops the memory that the
-    # command line's libraries took.
+    # An exporter runs for months next to other people's jobs: exec frees the memory of the command
+    # line's libraries.
     argv = [sys.executable, "-P", "-m", module, options]
     os.execve(sys.executable, argv, {"MALLOC_ARENA_MAX": "2", **os.environ})  # noqa: S606
 
@@ -70,16 +70,16 @@ def report_unwritable_output(error: OSError) -> None:
 
 
 class Stop:
-    """Whether a signal asked to stop; a context manager that is passed as `should_stop`.
+    """Whether a signal requested a stop; a context manager that is passed as `should_stop`.
 
-    A second Ctrl-C raises KeyboardInterrupt. Ignored signals stay ignored, as nohup wants it.
+    A second Ctrl-C raises KeyboardInterrupt. Ignored signals stay ignored, for nohup.
 
     Args:
-        signals: the signals to hold back.
+        signals: the signals to intercept.
         message: printed at the first one.
 
     Attributes:
-        number: of the signal; 0 as long as there was none.
+        number: number of the signal; 0 before the first one.
     """
 
     def __init__(self, *signals: signal.Signals, message: str = "") -> None:
@@ -89,13 +89,13 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
-        """Whether to stop."""
+        """Return whether to stop."""
         return self.number != 0
 
     def __enter__(self) -> Self:
         for number in self._signals:
             before = signal.getsignal(number)
-            # nohup ignores SIGHUP on purpose; handling it here would end the work at logout.
+            # nohup ignores SIGHUP on purpose; handling it would end the work at logout.
             if before != signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._note)

@@ -1,4 +1,4 @@
-"""Texts of the manual besides the help of commands: examples, exit statuses, variables."""
+"""The manual: examples, exit statuses and variables, in addition to the help of commands."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ hpml stage ls
 hpml stage verify
     Verify a copy: hpml stage verify /dev/shm/hpml-1000/imagenet-…/data
 hpml stage clean
-    Say what is staged here, and remove what killed jobs left: hpml stage clean
+    Show what is staged here, and remove what killed jobs left: hpml stage clean
     At the end of a script: hpml stage clean "$data"
     Show what was unused for a week: hpml stage clean --older 7d --dry-run
 hpml export
@@ -230,7 +230,7 @@ _MORE = {
 
 
 def examples(command: str) -> str:
-    """Return a command's examples as the last part of its help."""
+    """Return a command's examples for the end of its help."""
     lines = [f"{purpose}\n  {line}" for purpose, line in EXAMPLES[command]]
     return "\n".join(["Examples:", *lines])
 
@@ -238,8 +238,9 @@ def examples(command: str) -> str:
 def exit_statuses() -> dict[int, str]:
     """Return the meaning of every exit status, in order.
 
-    A class that shares its status with the class above it, as `CapacityError` does with
-    `InputError`, is described there.
+    A class that shares its status with its base class, as `CapacityError` does with `InputError`,
+    is
+    described there.
     """
     meanings = dict(_OTHERS)
     pending: list[type[HpmlError]] = [HpmlError]

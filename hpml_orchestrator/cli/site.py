@@ -109,7 +109,7 @@ def init(
 def doctor(
     context: typer.Context,
     node: Annotated[
-        bool, typer.Option("--node", help="Check whether this node is fit for jobs instead.")
+        bool, typer.Option("--node", help="Instead, check whether this node is fit for jobs.")
     ] = False,
     gpus: Annotated[
         int | None,
@@ -128,8 +128,9 @@ def doctor(
 ) -> None:
     """Check the installation, Slurm and this machine, or with --node a node's hardware.
 
-    The exit status is 1 if something that hpml needs is missing, with --node if the node is not
-    fit for jobs.
+    The exit status is 1 if something that hpml needs is missing; with --node, if the node is not
+    fit
+    for jobs.
     """
     if node:
         check_node(gpus, drain=drain, as_json=as_json)
@@ -165,7 +166,7 @@ def schema(
     print_json({"job": job_schema, "site": site_schema, "sweep": sweep_schema}[what]())
 
 
-# Checks whether a node is fit for jobs, for a prolog, a HealthCheckProgram and people.
+# Check whether a node is fit for jobs, for a prolog, a HealthCheckProgram and people.
 
 _STUCK_SECONDS = 1.0  # between the two samples of processes
 _COMMAND_SECONDS = 20.0
@@ -182,12 +183,12 @@ _QUERY = {
 
 
 class NodeFinding(NamedTuple):
-    """One check.
+    """Result of one check.
 
     Attributes:
-        check: what was looked at, such as `GPUs`.
-        result: `ok`; `warning`, with which jobs can run; `error`; or `none` if there is nothing.
-        found: in words.
+        check: subject of the check, such as `GPUs`.
+        result: `ok`; `warning` (jobs can run); `error`; or `none` if there is nothing to check.
+        found: the result in words.
     """
 
     check: str
@@ -200,7 +201,7 @@ class Expected:
     """What the node should have, and where to look.
 
     Attributes:
-        gpus: number of GPUs; None: as many as the PCI bus has.
+        gpus: number of GPUs; None for the number on the PCI bus.
         proc: mount point of procfs.
         sys: mount point of sysfs.
         nvidia_smi: the command.
@@ -232,7 +233,7 @@ def examine_node(expected: Expected) -> list[NodeFinding]:
 
 
 def _output(command: Sequence[str], seconds: float) -> str | None:
-    """Return the output of a command; None if it fails or does not end in time."""
+    """Return the output of a command; None if it fails or times out."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -242,7 +243,7 @@ def _output(command: Sequence[str], seconds: float) -> str | None:
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: one that hangs in the kernel cannot be ended
+        process.kill()  # do not wait: a process that hangs in the kernel cannot be ended
         return None
     return output.decode("utf-8", "replace") if process.returncode == 0 else None
 
@@ -293,8 +294,8 @@ def _clock(health: Health) -> NodeFinding:
 
 
 def _processes(health: Health, before: Health, proc: str) -> NodeFinding:
-    # Every process that waits for a disk sleeps uninterruptibly for a moment. Only one that did not
-    # wake up between the samples is stuck.
+    # Every process that waits for a disk sleeps uninterruptibly for a moment. Only one that does
+    # not wake up between the samples is stuck.
     stuck = sorted(pid for pid, *_ in health.sleeping & before.sleeping)
     names = [f"{text(f'{proc}/{pid}/comm') or 'process'} ({pid})" for pid in stuck]
     if names:
@@ -318,7 +319,7 @@ def _memory(health: Health) -> NodeFinding:
 
 
 def _file_systems(health: Health) -> NodeFinding:
-    """Judge the local ones: an error if one is read-only or full."""
+    """Judge local file systems: a read-only or full one is an error."""
     faults: list[tuple[bool, str]] = []
     for (point, _), is_read_only in health.read_only.items():
         try:
@@ -364,7 +365,7 @@ def _heat(health: Health) -> NodeFinding:
 
 
 def _ports(directory: str) -> NodeFinding:
-    """Judge InfiniBand ports: one with a cable that is not active is an error."""
+    """Judge InfiniBand ports: one that has a cable but is not active is an error."""
 
     def ports() -> Iterator[tuple[str, str, str]]:
         for device in names_in(directory):
@@ -391,21 +392,21 @@ def _word(state: str) -> str:
     return re.sub(r"^\d+: ", "", state) or "unknown"
 
 
-# `hpml doctor --node`: whether a node is fit for jobs, and draining it in Slurm if it is not.
+# `hpml doctor --node`: check a node, and drain it in Slurm if it is not fit for jobs.
 
 _REASON_CHARS = 200
 _SECONDS = 30.0
 
 
 def check_node(gpus: int | None, *, drain: bool, as_json: bool) -> None:
-    """Print what was found; the exit status is 1 with an error, 0 with warnings alone."""
+    """Print the findings; the exit status is 1 after an error, 0 after warnings alone."""
     findings = examine_node(Expected(gpus=gpus))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
         print_table(("CHECK", "RESULT", "FOUND"), findings)
     errors = [finding for finding in findings if finding.result == "error"]
-    for finding in errors:  # what Slurm and NHC's users look for in the log
+    for finding in errors:  # the form that users of Slurm and NHC look for in the log
         typer.echo(f"ERROR: hpml: {finding.check}: {finding.found}", err=True)
     if errors and drain:
         _drain(errors)
@@ -417,7 +418,7 @@ def _drain(errors: Sequence[NodeFinding]) -> None:
     node = gethostname().partition(".")[0]
     reason = "; ".join(f"{error.check}: {error.found}" for error in errors)[:_REASON_CHARS]
     shown = _scontrol("show", "node", node, "--oneliner")
-    # An administrator's own reason must not be replaced by ours at every run of the health check.
+    # The health check must not replace an administrator's reason at every run.
     if "DRAIN" in shown.partition(" State=")[2].partition(" ")[0].upper():
         notice(f"{node} is drained already")
         return

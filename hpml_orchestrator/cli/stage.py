@@ -1,4 +1,4 @@
-"""Command `stage`: copy data to this node; list, verify and clean what was copied."""
+"""Commands `stage` and `pack`: copy data to this node, manage the copies, and pack files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.manifest import VerifyReport
     from hpml_orchestrator.staging.store import Cleaned, StoredData
 
-# What the commands that copy data share: options, a progress bar, stopping by signals.
+# What the commands that copy data share: options, a progress bar, and stopping by signals.
 
 _WORKERS_MAX = 1024
 
@@ -82,9 +82,9 @@ def count_option(name: str, text: str, default: str = "one per CPU", *, least: i
     """Return an option for a number of processes or threads.
 
     Args:
-        name: of the option.
+        name: name of the option.
         text: its help.
-        default: what happens without it.
+        default: description of its default.
         least: the smallest value.
     """
     return typer.Option(
@@ -93,7 +93,7 @@ def count_option(name: str, text: str, default: str = "one per CPU", *, least: i
 
 
 def outside_links_option(verb: str) -> object:
-    """Return the option that accepts symbolic links out of the tree, which are refused without."""
+    """Return the option to accept symbolic links out of the tree, refused by default."""
     text = f"{verb} symbolic links that leave the tree, as they are."
     return typer.Option("--outside-links", help=text)
 
@@ -113,13 +113,13 @@ def parse_size(option: str, text: str) -> int:
 class Meter:
     """A bar on a terminal, a line every ten seconds elsewhere, both on standard error.
 
-    Called with (bytes done, files done, bytes in all, files in all).
+    Called with (bytes done, files done, total bytes, total files).
 
     Args:
-        verb: what is done, as in "packed 3 of 4 files".
+        verb: the action, as in "packed 3 of 4 files".
         lines: whether to print lines without a terminal.
-        terminal: whether to draw; None: find out.
-        clock: seconds.
+        terminal: whether to draw; None: detect it.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class Meter:
             self._bar.stop()
 
     def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
-        """Show the figures if it is time to."""
+        """Show the figures if it is time for an update."""
         now = self._clock()
-        # Called for every file, so it must cost next to nothing in most calls.
+        # Called for every file, so most calls must cost almost nothing.
         if now < self._next:
             return
         counts = f"{self._verb} {files} of {all_files} files"
@@ -178,7 +178,7 @@ class Meter:
 
 @contextlib.contextmanager
 def stoppable(outcome: Callable[[], str]) -> Iterator[Stop]:
-    """Run a block; when a signal ended it, report that and exit with 128 + its number.
+    """Run a block; if a signal ended it, report that and exit with 128 + its number.
 
     Args:
         outcome: what is left of the work, printed after the signal's name.
@@ -190,7 +190,7 @@ def stoppable(outcome: Callable[[], str]) -> Iterator[Stop]:
             if not stop():
                 raise
             name = "Ctrl-C" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
-            begin = "\n" if sys.stderr.isatty() else ""  # behind the ^C
+            begin = "\n" if sys.stderr.isatty() else ""  # after the ^C
             typer.echo(f"{begin}hpml: {name}: {outcome()}", err=True)
             raise typer.Exit(128 + stop.number) from None
 
@@ -204,8 +204,9 @@ _Field = Literal["path", "digest", "bytes", "files", "seconds", "reused", "targe
 class _GroupWithArguments(TyperGroup):
     """A group that takes arguments: `hpml stage data` as well as `hpml stage verify`.
 
-    A first word that is the name of a command is that command, so a file of that name is given as
-    `./name`. Everything else, options too, is for the group's own callback.
+    If the first word is the name of a command, it means that command, so write `./name` for a file
+    of
+    that name. Everything else, including options, is for the group's own callback.
     """
 
     allow_interspersed_args = True
@@ -226,7 +227,7 @@ class _GroupWithArguments(TyperGroup):
         return [param for param in params if param.param_type_name != "argument"]
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was named, else the callback."""
+        """Run the named command, or else the callback."""
         if not ctx.args:
             return super().invoke(ctx)
         name, *rest = ctx.args
@@ -256,7 +257,7 @@ def stage(
         list[str] | None,
         typer.Argument(
             metavar="SRC",
-            help="Directories, files, archives or packs; write ./ls for one named like a command.",
+            help="Directories, files, archives or packs; write ./ls for a file named ls.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -273,7 +274,7 @@ def stage(
         bool,
         typer.Option(
             "--trust-mtime",
-            help="Find an earlier copy by the modification time of SRC alone, without a look at "
+            help="Find an earlier copy by the modification time of SRC alone, without checking "
             "each file.",
         ),
     ] = False,
@@ -294,7 +295,7 @@ def stage(
         bool,
         typer.Option(
             "--follow-links",
-            help="Copy what the symbolic links of a directory lead to, in their place.",
+            help="Replace symbolic links in a directory by copies of their targets.",
         ),
     ] = False,
     local_dir: Annotated[
@@ -302,7 +303,7 @@ def stage(
         typer.Option(
             "--local-dir",
             metavar="DIR",
-            help="The directory that --to local uses.",
+            help="Directory for --to local.",
             show_default="from the site profile, else $SLURM_TMPDIR, $TMPDIR or /tmp",
         ),
     ] = None,
@@ -334,7 +335,7 @@ def stage(
     """Copy data to this node's memory or local disk.
 
     Prints the path of the copy once it is complete. It stays until `hpml stage clean`; staging the
-    same data again finds it. After an error or Ctrl-C no incomplete copy is left; sources already
+    same data again finds it. An error or Ctrl-C leaves no incomplete copy; sources that are already
     staged stay.
     """
     refuse_empty({"--local-dir": local_dir})
@@ -365,7 +366,7 @@ def stage(
 
 
 def _stage(requests: list[Stage], bases: Bases, options: CopyOptions, form: str) -> None:
-    """Stage one source after the other; print each as soon as it is there, JSON at the end."""
+    """Stage one source after another; print each as soon as it is complete, JSON at the end."""
     outcomes: list[StageOutcome] = []
     names = [request.name for request in requests]
 
@@ -593,7 +594,7 @@ def clean(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="Remove only these: paths printed by `hpml stage`, or shm, local or a directory "
+            help="Remove only these: paths printed by `hpml stage`, shm, local, or a directory "
             "given to --to.",
             show_default="shm and local",
         ),
@@ -607,14 +608,14 @@ def clean(
         typer.Option(
             "--older",
             metavar="AGE",
-            help="Also remove data that you staged or jobs kept and that were not used for so "
+            help="Also remove data that you staged or jobs kept and that was unused for this "
             "long: 90m, 12h, 7d, 2w.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is staged here, and remove what killed jobs left behind.
+    """Show what is staged here, and remove what killed jobs left behind.
 
     What you staged by hand, and what a job with `keep: true` left, is removed only by its path,
     with --older or with --all; data in use is never removed.
@@ -772,7 +773,7 @@ def pack(
     """Pack many small files into a few tar archives.
 
     Use it on file systems that are slow with small files. tar and webdataset read the archives, and
-    `hpml stage` unpacks them on the nodes. After an error or Ctrl-C nothing is left.
+    `hpml stage` unpacks them on the nodes. An error or Ctrl-C leaves nothing behind.
     """
     request = PackRequest(
         _given("SOURCE", source),

@@ -24,7 +24,7 @@ _UNBROKEN_COLUMNS = frozenset(
 )
 """Columns that are never wrapped, because users copy from them."""
 
-_LEAST_ROOM = 16  # of a column whose texts are folded
+_LEAST_ROOM = 16  # minimum width of a wrapped column
 
 _FAILED = ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "REFUSED", "NOT SUBMITTED")
 _STYLES = {
@@ -44,13 +44,13 @@ def fitting(
     *,
     least_important: Callable[[Sequence[Column]], Column | None],
 ) -> list[Column]:
-    """Return the columns of a table that a terminal has room for.
+    """Return the columns of a table that fit a terminal.
 
     Args:
-        columns: all of them, in order.
+        columns: all columns, in order.
         room: width of each, without the gap.
-        width: of the terminal.
-        least_important: returns which of the columns that are left to leave out; None for none.
+        width: width of the terminal.
+        least_important: returns which of the remaining columns to drop; None for none.
     """
     left = [*columns]
     while sum(room[column] + GAP for column in left) - GAP > width:
@@ -64,14 +64,14 @@ def fitting(
 def draw_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
 ) -> None:
-    """Draw a table; states are coloured.
+    """Draw a table with coloured states.
 
     Text that users copy, such as ids, is never wrapped, even if it is wider than the terminal.
 
     Args:
         header: name of each column.
         rows: cells of each row.
-        optional: columns to leave out on a narrow terminal, the least important first.
+        optional: columns to drop on a narrow terminal, least important first.
     """
     cells = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
     wanted = {name: max(map(cell_len, [name, *cells.get(name, ())])) for name in header}
@@ -89,7 +89,7 @@ def draw_table(
         least_important=lambda left: next((name for name in order if name in left), None),
     )
     spare = console.width - sum(room[name] + GAP for name in left) + GAP
-    for name in sorted(left, key=lambda name: wanted[name]):  # the longest texts are folded
+    for name in sorted(left, key=lambda name: wanted[name]):  # wrap the longest texts
         more = max(0, min(wanted[name] - room[name], spare))
         room[name] += more
         spare -= more
@@ -104,7 +104,7 @@ def draw_table(
 
 
 def draw_summary(lines: Sequence[tuple[str, str]], *, completed: bool) -> None:
-    """Draw names and values in a box, which is green for a run that completed, else red."""
+    """Draw names and values in a box: green for a completed run, else red."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -123,7 +123,7 @@ def progress_bar() -> progress.Progress:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
-        auto_refresh=False,  # a refresh thread may hold a lock when workers are forked
+        auto_refresh=False,  # a refresh thread could hold a lock during a fork
         redirect_stdout=False,
         redirect_stderr=False,
         transient=True,
@@ -134,7 +134,7 @@ def progress_bar() -> progress.Progress:
 
 
 def sweep_bar() -> Callable[[int, int | None, str], None]:
-    """Return a function that draws how many of a sweep's points are done; a total of None ends it.
+    """Return a function that draws how many points of a sweep are done; a total of None ends it.
 
     The bar is on standard error; its line is the third argument.
     """

@@ -1,4 +1,4 @@
-"""Command `top`: running jobs, what they use and what holds them up, live on a terminal."""
+"""Command `top`: a live view of running jobs, their resource usage and their bottlenecks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
 _TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
 _MOST_ROOM = {"NAME": 18}  # longer text is cut
-_LEAST_ROOM = {"NAME": 10, "BOTTLENECK": 11}  # before a column is left out; 11 is input-bound
+_LEAST_ROOM = {"NAME": 10, "BOTTLENECK": 11}  # before a column is dropped; 11 fits input-bound
 
 
 def top(
@@ -56,7 +56,7 @@ def top(
     prometheus: PrometheusOption = "",
     prometheus_auth: PrometheusAuthOption = "",
     everybody: Annotated[
-        bool, typer.Option("--all-users", help="Show all users' jobs that Prometheus knows.")
+        bool, typer.Option("--all-users", help="Show the jobs of all users (needs Prometheus).")
     ] = False,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=1, help="Time between updates.")
@@ -66,8 +66,9 @@ def top(
 ) -> None:
     """Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.
 
-    Figures are Prometheus', if there is one, else those in the runs' records. Without RUN this
-    shows all of your jobs. q ends it; without a terminal it prints once.
+    Figures come from Prometheus if there is one, else from the runs' records. Without RUN this
+    shows
+    all of your jobs. q ends it; without a terminal it prints once.
     """
     store = store_of(context)
     server = chosen_prometheus(context, prometheus, prometheus_auth)
@@ -100,7 +101,7 @@ def top(
         if submitted:
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
     if jobs.problem and not found:
-        raise typer.Exit(1)  # an empty table would say that there are no jobs, which is unknown
+        raise typer.Exit(1)  # an empty table would mean no jobs, but that is unknown
 
 
 def _watch(jobs: LiveJobs, interval: float) -> None:
@@ -122,7 +123,7 @@ def _watch(jobs: LiveJobs, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Yield a function that waits briefly for a key; the terminal's mode is restored at the end."""
+    """Yield a function that briefly waits for a key; restore the terminal's mode at the end."""
     stream = sys.stdin.fileno()
     before = termios.tcgetattr(stream) if sys.stdin.isatty() else None
 
@@ -140,11 +141,11 @@ def _keys() -> Iterator[Callable[[], str]]:
 
 
 class Column(NamedTuple):
-    """A column of the table; on a narrow terminal that of the highest rank is left out first."""
+    """A column; on a narrow terminal the one with the highest rank is dropped first."""
 
     name: str
     rank: int
-    text: Callable[[LiveJob], str]  # empty where not known
+    text: Callable[[LiveJob], str]  # empty if unknown
 
 
 def _show(form: Callable[[float], str], *names: str) -> Callable[[LiveJob], str]:
@@ -196,10 +197,10 @@ def draw(
     """Return a table of the jobs, below a line about all of them.
 
     Args:
-        jobs: to show.
+        jobs: jobs to show.
         problem: why Prometheus gives no figures.
-        width: of the terminal; columns that do not fit are left out.
-        height: of the terminal; jobs that do not fit are counted. None shows all.
+        width: width of the terminal; columns that do not fit are dropped.
+        height: height of the terminal; jobs that do not fit are counted. None shows all.
     """
     running = [job for job in jobs if job.state == "RUNNING"]
     gpus, busy = (
@@ -223,7 +224,7 @@ def draw(
 
 
 def _shortened(text: str, room: int) -> str:
-    """Return a bottleneck in as many words as there is room for.
+    """Return a bottleneck in as many words as fit.
 
     >>> [_shortened("input-bound: 65% waiting for data", room) for room in (33, 20, 11)]
     ['input-bound: 65% waiting for data', 'input-bound: 65%', 'input-bound']

@@ -1,4 +1,4 @@
-"""Command `usage`: what jobs did with their GPUs over weeks, as a table or as JSON."""
+"""Command `usage`: how jobs used their GPUs over weeks, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def usage(
             "--min-unused",
             metavar="GPU-HOURS",
             min=0,
-            help="Only rows with at least as many unused GPU-hours.",
+            help="Only rows with at least this many unused GPU-hours.",
         ),
     ] = 0,
     prometheus: PrometheusOption = "",
@@ -77,7 +77,7 @@ def usage(
 ) -> None:
     """Show GPU-hours, waste and energy of jobs over weeks, ended ones too.
 
-    With a Prometheus these are all your jobs with GPUs, else your runs in the records. Rows with
+    With a Prometheus this covers all your jobs with GPUs, else the runs in your records. Rows with
     the most unused GPU-hours come first.
     """
     for option, values in {"--since": [since], "--user": user, "--account": account}.items():
@@ -167,7 +167,7 @@ def _summary(total: GpuHoursUsage, since: float) -> str:
 
 
 def _table(rows: Sequence[GpuHoursUsage], by: str) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells; users, accounts and clusters that all rows share are left out."""
+    """Return header and cells; drop users, accounts and clusters if all rows share them."""
     shown = ["jobid", "name", "user", "account", "cluster"] if by == "job" else list(GROUPS[by])
     if by == "job":
         several = {name for name in shown if len({row.labels[name] for row in rows}) > 1}

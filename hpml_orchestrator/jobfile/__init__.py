@@ -1,1 +1,1 @@
-"""Job files and sweep files: read, merged, checked, and their paths resolved."""
+"""Job files and sweep files: read, merge and validate them, and resolve their paths."""

@@ -1,9 +1,9 @@
 """Read the fields of a job: command line over job file over site profile; not validated yet.
 
-While they are merged, `origins` keeps the source of each dotted field. Only leaves have an
+While fields are merged, `origins` records the source of each dotted field. Only leaves have an
 origin, so a mapping from the command line must first remove the origins of the fields inside it.
-The site's defaults come last because they depend on the job: a job with conda ignores the site's
-venv.
+The site's defaults are merged last because they depend on the job: a job with conda ignores the
+site's venv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ruamel.yaml.nodes import ScalarNode
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.job import expand_shorthand
 
-# Read a job file or a site profile as plain data: YAML 1.2 or TOML, bounded in size and depth.
+# Read a job file or a site profile as plain data: YAML 1.2 or TOML, limited in size and depth.
 
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 _MAX_VALUES = 200_000
@@ -48,14 +48,14 @@ def read_mapping(
 
     Raises:
         NotFoundError: the file does not exist.
-        InputError: it cannot be read, is too large, or holds no mapping.
+        InputError: it cannot be read, is too large, or does not contain a mapping.
     """
     try:
-        # a pipe or a device may never end, and opening a pipe waits for its writer
+        # reading a pipe or a device may never end, and opening a pipe waits for its writer
         if not stat.S_ISREG(os.stat(source).st_mode):
             raise InputError(f"{source} is not a regular file")
         with source.open("rb") as stream:
-            # One byte more than is allowed tells a file that is too large, without reading all of a
+            # One more byte than allowed shows that a file is too large, without reading all of a
             # pipe or of /dev/zero.
             raw = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
@@ -102,13 +102,13 @@ def _refuse_program(source: Path, text: str, kind: str) -> None:
 
 
 class _WrittenInt(int):
-    """An integer with its spelling as the attribute `written`: `007`, `0x10`, `1_000`."""
+    """An integer with its original spelling as the attribute `written`: `007`, `0x10`, `1_000`."""
 
     written: str
 
 
 class _WrittenFloat(float):
-    """A float with its spelling as the attribute `written`: `1.10`, `1e-3`."""
+    """A float with its original spelling as the attribute `written`: `1.10`, `1e-3`."""
 
     written: str
 
@@ -140,14 +140,14 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         text: the document.
-        source: what it is, for messages.
+        source: its name, for messages.
 
     Raises:
-        InputError: it is not YAML, has a key twice, or is over 200,000 values or 32 levels once
-            aliases are followed.
+        InputError: it is not YAML, contains a key twice, or has more than 200,000 values or 32
+            levels after following aliases.
     """
-    # The pure Python reader, since YAML 1.2 matters: in 1.1, which libyaml reads, `10:00` is the
-    # number 600 and `off` is false.
+    # The pure Python reader, because YAML 1.2 matters: in 1.1, which libyaml reads, `10:00` is the
+    # number 600 and `off` is False.
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     try:
@@ -166,7 +166,7 @@ def parse_toml(text: str, source: str) -> Any:
     """Return the data of a TOML document; its floats have an attribute `written`.
 
     Raises:
-        InputError: it is not TOML, or is nested too deep.
+        InputError: it is not TOML, or is nested too deeply.
     """
     try:
         data = tomllib.loads(text, parse_float=_WrittenFloat.of)
@@ -216,13 +216,13 @@ _INDEX_DIGITS = 6
 
 
 class Layer(NamedTuple):
-    """Some fields of a job as they are written, and their origins."""
+    """Some fields of a job as written, and their origins."""
 
     fields: dict[str, object]
     origins: dict[str, str]  # by the dotted names of the leaves
 
     def origin(self, name: str) -> str:
-        """Return the origin of a value; if its parts have several, the one that wins."""
+        """Return the origin of a value; if its parts differ, the one that ranks highest."""
         origins = {origin for field, origin in self.origins.items() if overlaps(field, name)}
         strongest = [origin for origin in ("command line", "job file") if origin in origins]
         return strongest[0] if strongest else min(origins, default="default")
@@ -233,7 +233,7 @@ def read_fields(path: str | Path) -> dict[str, object]:
 
     Raises:
         NotFoundError: the file does not exist.
-        InputError: it cannot be read, holds no mapping, or is a sweep file.
+        InputError: it cannot be read, does not contain a mapping, or is a sweep file.
     """
     source = Path(os.path.abspath(path))
     fields = read_mapping(source, "job file")
@@ -248,22 +248,22 @@ def merge(
     defaults: Layer | None = None,
     arguments: Sequence[str] = (),
 ) -> Layer:
-    """Lay the command line over the fields of a job file, and these over a site's defaults.
+    """Merge the command line over the fields of a job file, and these over a site's defaults.
 
     Args:
-        fields: what `read_fields` returned; they stay as they are.
-        settings: dotted field and value pairs of the command line; later ones win.
-        defaults: of the site profile.
-        arguments: of the command line, to append to `args`.
+        fields: result of `read_fields`; not modified.
+        settings: pairs of dotted field and value from the command line; later ones win.
+        defaults: defaults of the site profile.
+        arguments: words of the command line to append to `args`.
 
     Raises:
         InputError: a setting names a place that does not exist.
     """
     fields = copy.deepcopy(fields)  # a sweep changes the fields of one file thousands of times
     data = {name: expand_shorthand(name, value) for name, value in fields.items()}
-    # `given` has the origin of each leaf, for `--explain`. It changes with `data`: a setting of
-    # the command line replaces whatever was at its place, also the fields below it, whose origins
-    # would otherwise be reported for values that are gone.
+    # `given` has the origin of each leaf, for `--explain`. It changes with `data`: a setting of the
+    # command line replaces whatever was there, including fields below it, whose origins would
+    # otherwise be reported for values that no longer exist.
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings:
         value, field = expand_shorthand(name, written), name
@@ -274,15 +274,15 @@ def merge(
         kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
         given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
     for name in ("monitor", "checkpoint"):
-        # Settings in a job file switch the feature on. A site's defaults do not: they only
-        # configure it for the jobs that use it.
+        # Settings in a job file enable the feature. A site's defaults do not: they only configure
+        # it for the jobs that use it.
         mapping = data.get(name)
         if isinstance(mapping, dict) and "enabled" not in mapping:
             data[name] = {"enabled": True, **mapping}
             origins = {origin for field, origin in given.items() if overlaps(field, name)}
             given[f"{name}.enabled"] = min(origins, default="job file")
-    # The site comes last although it ranks lowest: which of its defaults apply depends on what the
-    # job says, as with `venv` of a site and `conda` of a job.
+    # Merge the site last although it ranks lowest: which of its defaults apply depends on the job,
+    # as with the site's `venv` and a job's `conda`.
     if defaults is not None:
         below = _drop_conflicting_defaults(defaults.fields, data)
         data = merged(below, data)
@@ -309,7 +309,7 @@ def parse_setting(text: str) -> tuple[str, object]:
 
 
 def _set(data: dict[str, object], field: str, value: object) -> None:
-    """Put a value at a dotted place; mappings on the way that are missing or empty are made."""
+    """Set a value at a dotted place; missing or empty mappings on the way are created."""
     parts = field.split(".")
     here: Any = data
     for depth, part in enumerate(parts, 1):
@@ -390,12 +390,12 @@ def leaves(data: object, prefix: str = "", *, empty: bool = True) -> list[str]:
 
 
 def is_in(field: str, around: str) -> bool:
-    """Return whether a field is another one, or in it."""
+    """Return whether a field is another one, or inside it."""
     return f"{field}.".startswith(f"{around}.")
 
 
 def overlaps(given: str, name: str) -> bool:
-    """Return whether one field is the other, holds it, or is in it.
+    """Return whether two fields are equal or one contains the other.
 
     >>> overlaps("a.b", "a.b.c"), overlaps("a.b.c", "a.b"), overlaps("a.b", "a.bc")
     (True, True, False)
@@ -406,12 +406,12 @@ def overlaps(given: str, name: str) -> bool:
 def merged(
     below: dict[str, object], above: dict[str, object], *, whole: str = ""
 ) -> dict[str, object]:
-    """Return a mapping laid over another: mappings are joined key by key, all else is replaced.
+    """Return a mapping merged over another: mappings are joined by key, all else is replaced.
 
     Args:
         below: the mapping with lower precedence.
         above: the mapping with higher precedence.
-        whole: a top-level key whose entries replace each other whole.
+        whole: a top-level key whose entries replace each other as a whole.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4})
     {'a': {'b': 1, 'c': 3}, 'd': 4}

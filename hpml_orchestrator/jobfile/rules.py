@@ -1,4 +1,4 @@
-"""Validate a job file, and say what is wrong with it."""
+"""Validate the fields of a job file, report what is wrong, and return the job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_CONTAINERS = {
     ("horovodrun", "pyxis"): "is a part of srun",
     ("mpirun", "enroot"): "hides Open MPI's sockets",
 }
-"""Launchers and engines that do not fit, and why."""
+"""Launchers and engines that do not fit together, and why."""
 
 _THERE_ARE = "; there are {run.id}, {array.index}, and {run.dir} at the beginning"
 
@@ -53,11 +53,11 @@ _ADVICE = {
     "env": "a variable's name has letters, digits and _",
 }
 _WITH_PLACEHOLDERS = re.compile(r"(args|command|collect|environment\.variables)\b")
-_OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b")  # see the field
+_OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b")  # see the fields
 
 
 def contradictions(job: Job) -> Iterator[InputError]:
-    """Yield what the fields of a job must not say together."""
+    """Yield contradictions between the fields of a job."""
     yield from _program(job)
     yield from _resources(job.resources)
     yield from _environment(job.environment)
@@ -185,7 +185,7 @@ def _placeholder_fault(own: Checkpoint) -> str:
 
 
 def wrong_placeholders(job: Job, points: Collection[str] = ()) -> Iterator[InputError]:
-    """Yield an error for each placeholder without a meaning, of a job as it is written.
+    """Yield an error for each placeholder without a meaning, in a job as written.
 
     Args:
         job: the job.
@@ -231,7 +231,7 @@ def _placeholder_faults(
 
 
 def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_start: bool) -> str:
-    """Return the fault of a placeholder; `at_start`: it is filled before setup has run."""
+    """Return the fault of a placeholder; `at_start`: it is filled in before setup has run."""
     root, _, rest = name.partition(".")
     if needed.get(name):
         return f"{{{name}}} needs {needed[name]}"
@@ -257,7 +257,7 @@ def _names_nothing(shown: str, meant: str) -> str:
 
 
 def wrong_targets(job: Job) -> Iterator[InputError]:
-    """Yield an error for each target of `collect` that has more than a place in front of it."""
+    """Yield an error for each target of `collect` with more than one leading place."""
     for index, entry in enumerate(job.collect):
         rest = entry.target.removeprefix("{run.dir}")
         if (rest != entry.target and rest[:1] not in {"", "/"}) or re.search(r"[{}$*?]", rest):
@@ -265,7 +265,7 @@ def wrong_targets(job: Job) -> Iterator[InputError]:
             yield InputError(message, field=f"collect.{index}.target", value=entry.target)
 
 
-# Turn pydantic's findings into one error with each field, its value and the right form.
+# Convert pydantic's findings to one error with each field, its value and the right form.
 
 Model = type[BaseModel] | type[JobPart]
 
@@ -310,7 +310,7 @@ _SYNONYMS = {
     "environment.container.mounts": "container_mounts mounts",
 }
 _FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
-# Fields at which options of sbatch and torchrun are suggestions; others have their own words.
+# Fields for which options of sbatch and torchrun are suggested; others have their own words.
 _PLACES = ("", "resources", "environment", "environment.container", "binding")
 
 _MESSAGES = {
@@ -338,18 +338,18 @@ _SHORT_FORMS = {
 
 
 def problems_of(error: ValidationError, model: Model = Job, prefix: str = "") -> list[InputError]:
-    """Return one error per finding, with its field, its value and what would be right.
+    """Return one error per finding, with its field, its value and the right form.
 
     Args:
         error: pydantic's findings.
-        model: what was validated, for the nearest name of an unknown field.
-        prefix: dotted place of the model in the file, with a dot at its end.
+        model: what was validated, to find the nearest name of an unknown field.
+        prefix: dotted place of the model in the file, ending with a dot.
     """
     problems = []
     for finding in error.errors(include_url=False):
         is_unknown = finding["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-        # pydantic puts names of its validators between the user's; the last part of an unknown
-        # field is always the user's own word.
+        # pydantic mixes names of its validators with the user's; the last part of an unknown field
+        # is always the user's own word.
         *inner, last = finding["loc"] or ("",)
         parts = [part for part in inner if not _is_internal(part)]
         parts += [last] * (is_unknown or not _is_internal(last))
@@ -368,7 +368,7 @@ def problems_of(error: ValidationError, model: Model = Job, prefix: str = "") ->
 
 
 def combined(problems: Sequence[InputError], hint: str) -> InputError:
-    """Return one error for all problems, a line each, with the field and value of the first."""
+    """Return one error for all problems, one line each, with the field and value of the first."""
     result = InputError("\n".join(dict.fromkeys(map(str, problems))), hint=hint)
     result.field, result.value = problems[0].field, problems[0].value
     result.problems = problems
@@ -392,7 +392,7 @@ def _message(finding: ErrorDetails, value: object) -> str:
 
 
 def _in_quotes(value: object) -> str:
-    """Return how to write a text that YAML read as something else: `{stage.set}` is a mapping."""
+    """Return how to write a text that YAML parsed as something else: `{stage.set}` is a mapping."""
     if not isinstance(value, (dict, list)):
         return ": put it in quotes"
     inner = next(iter(value.items()), None) if isinstance(value, dict) and len(value) == 1 else None
@@ -419,13 +419,13 @@ def _is_internal(part: object) -> bool:
 
 
 def _nearest_field(place: list[str], model: Model) -> str:
-    """Return the dotted name that an unknown field probably means; empty if none is near."""
+    """Return the known field that an unknown one probably means; empty if none is similar."""
     *parents, word = place
     synonym = _FIELD_OF.get(word.lower().replace("-", "_"), "")
     if synonym and model is Job and ".".join(parents) in _PLACES:
         return synonym
     around: Model = model
-    for part in parents:  # an index or a user-chosen name does not lead into another model
+    for part in parents:  # an index or a user's name does not lead into another model
         if part in (inner := _types_of(around)):
             around = _inner_model(inner[part]) or around
     near = nearest(word, _types_of(around))
@@ -461,12 +461,12 @@ def _inner_model(annotation: object) -> Model | None:
     return next((model for model in inner if model is not None), None)
 
 
-# From the fields of a job file to a job: each value first, then what they mean together.
+# Convert the fields of a job file to a job: validate each value first, then their combination.
 
 
 @functools.cache
 def job_adapter() -> TypeAdapter[Job]:
-    """Return pydantic's reader of jobs, made once."""
+    """Return pydantic's validator of jobs, created once."""
     return TypeAdapter(Job)
 
 
@@ -474,8 +474,8 @@ def wrong_fields(fields: Mapping[str, object], prefix: str = "") -> list[InputEr
     """Return what is wrong with the fields of a job.
 
     Args:
-        fields: of a job file, complete.
-        prefix: dotted place of the fields in the file, with a dot at its end.
+        fields: complete fields of a job file.
+        prefix: dotted place of the fields in the file, ending with a dot.
     """
     try:
         problems = [*contradictions(job_adapter().validate_python(fields))]
@@ -487,17 +487,17 @@ def wrong_fields(fields: Mapping[str, object], prefix: str = "") -> list[InputEr
 def resolved_job(
     fields: Mapping[str, object], base: Path, points: Collection[str], hint: str
 ) -> Job:
-    """Return the job of the fields of a job file, with absolute paths.
+    """Return the job described by the fields of a job file, with absolute paths.
 
     Args:
-        fields: of the file, with those of the command line and of a site profile.
+        fields: fields of the file, the command line and a site profile.
         base: directory of the file.
         points: names of a sweep's values, which arguments refer to as `{point.NAME}`.
         hint: for the error.
 
     Raises:
-        InputError: a value is wrong; or, if each is right by itself, what they mean together.
-            Every finding is named with its field.
+        InputError: values are wrong; or each is valid, but not their combination. Every problem is
+            named with its field.
     """
     try:
         job = job_adapter().validate_python(fields)

@@ -1,4 +1,4 @@
-"""The sweep file's models: which runs of one job to make, in which order, and at what cost."""
+"""The models of a sweep file: which runs of one job to start, in which order, at what cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hpml_orchestrator.jobfile.rules import combined, problems_of
 from hpml_orchestrator.jobfile.text import Model
 from hpml_orchestrator.records import units
 
-# The axes of a sweep: lists of values, ranges, and the values of others with which they apply.
+# The axes of a sweep: lists of values, ranges, and the conditions under which they apply.
 
 _Number = StrictInt | StrictFloat
 Positive = Annotated[_Number, Field(gt=0)]
@@ -46,7 +46,7 @@ Scalar = Annotated[StrictBool | StrictInt | StrictFloat | str, BeforeValidator(_
 
 
 def distinct(value: list[object]) -> list[object]:
-    """Return the list, whose entries must differ."""
+    """Refuse a list with equal entries."""
     known: set[object] = set()
     for entry in value:
         if entry in known:
@@ -66,28 +66,28 @@ _When = dict[
 
 
 class Choices(Model):
-    """Values of an axis that belongs to some values of other axes only."""
+    """Values of an axis that applies only with some values of other axes."""
 
     values: _Values
-    """Its values."""
+    """The values."""
     when: Annotated[_When, Field(min_length=1)]
-    """The values of other axes with which it applies, `{--model: vit}`. Runs with other values have
-    this axis not at all: the argument is not given, a field stays as in the base job."""
+    """Values of other axes with which it applies, `{--model: vit}`. Runs with other values do not
+    have this axis: the argument is left out, and a field stays as in the base job."""
 
 
 class Range(Model):
-    """A range that a search takes values from."""
+    """A range from which a search takes values."""
 
     low: _Number
     """Smallest value."""
     high: _Number
     """Largest value."""
     log: StrictBool = False
-    """Whether to search evenly in the logarithm."""
+    """Whether to search on a logarithmic scale."""
     step: Positive | None = None
-    """Distance of neighbouring values; whole numbers have 1."""
+    """Distance between neighbouring values; 1 for whole numbers."""
     when: _When = Field(default={})
-    """The values of other axes with which it applies, as of a list."""
+    """Values of other axes with which it applies, as for a list."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
@@ -118,14 +118,14 @@ Axis = Annotated[
 
 
 FILE_VERSION = 1
-"""The form of sweep files that this hpml reads."""
+"""Version of sweep files that this hpml reads."""
 
 SEARCHES = ("random", "bayes", "evolution", "pbt")
-"""Modes that choose their points while they run, by what earlier ones reached."""
+"""Modes that choose points while they run, based on the results of earlier ones."""
 
 _SCALING = ("strong", "weak")
 MAX_POINTS = 100_000
-"""Most points of a sweep."""
+"""Maximum number of points of a sweep."""
 
 _NAME = r"^[A-Za-z_]\w*$"
 _Value = TypeVar("_Value")
@@ -135,14 +135,14 @@ _Sizes = Annotated[
 
 
 class Scale(Model):
-    """What grows from one scale to the next; one of the three."""
+    """What grows from one scale to the next: one of three resources."""
 
     nodes: _Sizes | None = None
-    """Numbers of nodes, each as the base job describes it."""
+    """Numbers of nodes, each with the resources of the base job."""
     ranks: _Sizes | None = None
-    """Numbers of ranks in all, on as many nodes as the base job has."""
+    """Total numbers of ranks, on as many nodes as the base job has."""
     gpus: _Sizes | None = None
-    """Total numbers of GPUs: nodes of the base job's size are filled in turn."""
+    """Total numbers of GPUs; nodes of the base job's size are filled in turn."""
 
     @model_validator(mode="after")
     def _one(self) -> Scale:
@@ -168,57 +168,58 @@ class BatchSize(Model):
     """Which argument of the program is the batch size."""
 
     argument: units.Argument
-    """Its name, such as `--batch-size`."""
+    """Name of the argument, such as `--batch-size`."""
     per: Literal["rank", "global"] = "rank"
-    """Whether the program takes the batch of one rank or of all ranks together."""
+    """Whether the argument is the batch size of one rank or of all ranks together."""
     size: Annotated[StrictInt, Field(ge=1)] | None = None
-    """The batch that stays the same: the global one of a strong sweep, that of a rank of a weak
-    one; by default that of the base job."""
+    """The batch size that stays constant: the global one in a strong sweep, that of a rank in a
+    weak
+    one; default: that of the base job."""
 
 
 class LearningRate(Model):
-    """How the learning rate follows the global batch."""
+    """How the learning rate follows the global batch size."""
 
     argument: units.Argument
-    """Its name, such as `--lr`."""
+    """Name of the argument, such as `--lr`."""
     rule: Literal["constant", "linear", "sqrt"] = "constant"
-    """How the learning rate grows with the global batch."""
+    """How the learning rate grows with the global batch size."""
     times_ranks: StrictBool = False
-    """Whether the program itself multiplies what it is given by the number of ranks."""
+    """Whether the program itself multiplies the argument by the number of ranks."""
 
 
 class Seeds(Model):
     """The random seeds of the repeats."""
 
     argument: units.Argument | None = None
-    """Name of the program's argument; by default `--seed` where the base job has it."""
+    """Name of the program's argument; default: `--seed` if the base job has it."""
     values: Annotated[list[StrictInt], Field(min_length=1), AfterValidator(distinct)] | None = None
-    """One seed per repeat; by default 1, 2, 3, …, in a search another one for each run."""
+    """One seed per repeat; default: 1, 2, 3, …; in a search, a different one for each run."""
 
 
 class Budget(Model):
     """What the sweep may use."""
 
     gpu_hours: Positive | None = None
-    """GPU-hours of all points together; nothing is submitted beyond them."""
+    """GPU-hours of all points together; nothing more is submitted beyond that."""
     core_hours: Positive | None = None
     """CPU core-hours of all points together."""
     time: units.Seconds | None = None
     """Wall-clock time since the start after which nothing more is submitted."""
     parallel: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Points that run at the same time; default: as many as the cluster starts, of a search 4."""
+    """Points that run at the same time; default: as many as the cluster starts, 4 in a search."""
     submits_per_minute: Annotated[StrictInt, Field(ge=1, le=600)] = 10
     """Calls of sbatch per minute."""
 
 
 class MetricPattern(Model):
-    """A figure of the program's output, for programs that report no result."""
+    """A figure in the program's output, for programs that report no results."""
 
     pattern: str
-    """Regular expression with one group, the number; its last match in the output of the run
-    counts: `val_loss=([\\d.]+)`."""
+    """Regular expression with one group, the number; the last match in the run's output counts:
+    `val_loss=([\\d.]+)`."""
     name: Annotated[str, Field(pattern=_NAME)] | None = None
-    """What reports call it; default: the last word of the pattern before the group."""
+    """Name in reports; default: the last word of the pattern before the group."""
 
     @field_validator("pattern")
     @classmethod
@@ -263,41 +264,41 @@ class Search(Model):
     """Number of trials."""
     metric: _Metric | None = None
     """What to optimise: a figure of the result that the training reports, or a pattern of its
-    output, `{pattern: 'val_loss=([\\d.]+)'}`. Default: `validation_accuracy` where the runs report
-    it, else `test_accuracy`. A search by a test figure leaves no unseen data to test its choice
-    on. Several figures, `[validation_accuracy, total_seconds]`, give a Pareto front (`random`,
-    `bayes` and `grid`); `total_seconds` is the run's time from start to end."""
+    output, `{pattern: 'val_loss=([\\d.]+)'}`. Default: `validation_accuracy` if the runs report it,
+    else `test_accuracy`. A search by a test figure leaves no unseen data to test its choice on.
+    Several figures, `[validation_accuracy, total_seconds]`, give a Pareto front (`random`, `bayes`
+    and `grid`); `total_seconds` is the run's time from start to end."""
     direction: Annotated[
         Annotated[_Direction, Tag("[one]")] | Annotated[list[_Direction], Tag("[each]")],
         Discriminator(lambda value: "[each]" if isinstance(value, list) else "[one]"),
     ] = "maximize"
-    """Whether more of it is better; of several figures a list, `[maximize, minimize]`."""
+    """Whether higher or lower is better; for several figures a list, `[maximize, minimize]`."""
     sampler: Literal["auto", "tpe", "gp", "cmaes"] = "auto"
     """Optuna's sampler for the mode `bayes`. `auto`: a Gaussian process (`gp`) if all axes are
     ranges, there are fewer than 100 trials and torch is installed, else `tpe`. `cmaes` (CMA-ES) is
     for two or more ranges and a hundred or more trials."""
     pruner: Literal["none", "median", "halving"] = "none"
-    """Which trials to stop early, by the evaluations that they report."""
+    """Which trials to stop early, based on the evaluations that they report."""
     seed: StrictInt = 1
-    """Seed of the search itself."""
+    """Random seed of the search itself."""
     population: Annotated[StrictInt, Field(ge=2, le=10_000)] = 8
     """Members of the population (`evolution`, `pbt`), at most half of the trials."""
     tournament: Annotated[StrictInt, Field(ge=1)] = 3
-    """Members among which the best becomes the parent (`evolution`)."""
+    """Number of members of which the best becomes the parent (`evolution`)."""
     checkpoint: Annotated[str, Field(pattern=r"^[\w.][\w./-]*$")] = "checkpoint.pt"
-    """File in `{run.dir}` that a generation leaves for the next (`pbt`)."""
+    """File in `{run.dir}` that one generation passes to the next (`pbt`)."""
     resume_argument: units.Argument = "--checkpoint-from"
     """Argument that takes the parent's checkpoint (`pbt`)."""
 
     @property
     def metric_name(self) -> str:
-        """What reports call the metric, the first of several; empty if the runs decide it."""
+        """Name of the metric in reports, the first of several; empty if the runs determine it."""
         first = self.metric[0] if isinstance(self.metric, list) else self.metric
         return "" if first is None else str(first)
 
     @property
     def objectives(self) -> dict[str, bool]:
-        """Several figures by name, and whether more of each is better; empty for one figure."""
+        """Whether a higher value is better, by name of figure; empty for a single figure."""
         if not isinstance(self.metric, list):
             return {}
         return dict(zip(self.metric, (one == "maximize" for one in self.directions), strict=True))
@@ -309,7 +310,7 @@ class Search(Model):
 
     @property
     def maximize(self) -> bool:
-        """Whether more of the first figure is better."""
+        """Whether a higher value of the first figure is better."""
         return self.directions[0] == "maximize"
 
 
@@ -317,17 +318,18 @@ class Sweep(Model):
     """A sweep: a base job, and what varies."""
 
     version: Literal[1] = 1
-    """Version of the sweep file's form."""
+    """Version of the sweep file's format."""
     name: units.JobName | None = None
-    """Name of the sweep; default: that of the job and the mode."""
+    """Name of the sweep; default: the job's name and the mode."""
     base: units.PathText
     """The job file of every point, relative to this file."""
     set: dict[str, object] = Field(default={})
     """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""
     mode: Literal["strong", "weak", "grid", "random", "bayes", "evolution", "pbt"]
-    """`strong`: more resources, the same global batch. `weak`: the batch grows with them. `grid`:
-    all combinations of the axes. The others search the axes; `evolution` is better than `random`
-    only from about 100 trials."""
+    """`strong`: more resources, same global batch size. `weak`: the batch size grows with them.
+    `grid`: all combinations of the axes. The others search the axes; `evolution` beats `random`
+    only
+    from about 100 trials."""
     scale: Scale | None = None
     """What grows in a strong or weak sweep."""
     axes: dict[Annotated[str, Field(min_length=1)], Axis] = Field(default={})
@@ -336,30 +338,32 @@ class Sweep(Model):
     `{low: 1e-4, high: 0.1, log: true}`. With `when` it applies to some runs only:
     `{values: [2, 4], when: {--model: vit}}`."""
     combinations: list[dict[str, Scalar]] = Field(default=[])
-    """The combinations of the axes' values to run, `{--lr: 0.1, --width: 16}`; default: all."""
+    """Combinations of the axes' values to run, `{--lr: 0.1, --width: 16}`; default: all."""
     repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
-    """Runs of each combination; default 6, but 1 of a search and of a grid without an argument for
-    the random seed. Fewer than 6 give no 95 % interval."""
+    """Runs per combination; default: 6, but 1 in a search, and in a grid without an argument for
+    the
+    random seed. Fewer than 6 give no 95 % interval."""
     seeds: Seeds = Seeds()
     """Random seeds of the repeats."""
     batch: BatchSize | None = None
-    """The batch size; found among the job's arguments if it has a usual name."""
+    """The batch size; detected if the job has an argument with a usual name."""
     learning_rate: LearningRate | None = None
-    """How the learning rate follows the batch; by default the argument stays as it is."""
+    """How the learning rate follows the batch size; by default the argument does not change."""
     baseline: Annotated[StrictInt, Field(ge=1)] | None = None
     """The scale that speedups refer to; default: the smallest."""
     target_accuracy: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1)] | None = None
-    """Accuracy whose time is compared; default: what the training reports as its target."""
+    """Accuracy for comparing the time to reach it; default: the target that the training
+    reports."""
     order: Literal["interleaved", "random", "written"] = "interleaved"
-    """`interleaved`: the repeats run in turn, each in its own order;
-    `random`: all mixed; `written`: as in this file."""
+    """`interleaved`: repeat by repeat, each in its own order; `random`: all mixed; `written`: as in
+    this file."""
     exclude: list[Annotated[dict[str, object], Field(min_length=1)]] = Field(default=[])
     """Combinations to leave out: `{ranks: 4, --lr: [0.1, 0.2]}`."""
     retry: dict[
         Literal["FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"],
         Annotated[StrictInt, Field(ge=0, le=100)],
     ] = Field(default={"PREEMPTED": 2, "NODE_FAIL": 2, "BOOT_FAIL": 2})
-    """How often a point is started again after such an end."""
+    """How often to start a point again after such an end."""
     budget: Budget = Budget()
     """What the sweep may use."""
     search: Search = Search()
@@ -455,18 +459,18 @@ class Sweep(Model):
 
     @property
     def count(self) -> int:
-        """Runs of each combination."""
+        """Number of runs per combination."""
         return self.repeats or (1 if self.mode in SEARCHES else 6)
 
     @cached_property
     def domains(self) -> dict[str, list[Scalar] | Range]:
-        """What each axis takes its values from, whenever it applies."""
+        """Values or range of each axis, whether or not it applies."""
         pairs = self.axes.items()
         return {name: axis.values if isinstance(axis, Choices) else axis for name, axis in pairs}
 
     @cached_property
     def conditions(self) -> dict[str, dict[str, list[Scalar]]]:
-        """The axes with `when`: the values of others with which they apply."""
+        """Axes with `when`, and the values of other axes with which they apply."""
         found = {}
         for name, axis in self.axes.items():
             if not isinstance(axis, list) and axis.when:
@@ -479,7 +483,7 @@ class Sweep(Model):
         return all(values.get(other) in allowed for other, allowed in when.items())
 
     def applying(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        """Return the values without those of axes that do not apply with the others."""
+        """Return the values without those of axes that do not apply."""
         kept = dict(values)
         while left := [name for name in kept if not self._applies(name, kept)]:
             for name in left:
@@ -488,7 +492,7 @@ class Sweep(Model):
 
     @property
     def searches(self) -> bool:
-        """Whether its points are chosen while it runs."""
+        """Whether it chooses its points while it runs."""
         return self.mode in SEARCHES
 
     @property
@@ -507,14 +511,14 @@ def load_sweep(path: str | Path) -> Sweep:
 
     Raises:
         NotFoundError: the file does not exist.
-        InputError: something in it is wrong; every finding is named with its field.
+        InputError: something in it is wrong; every problem is named with its field.
     """
     source = Path(os.path.abspath(path))
     return make_sweep(read_mapping(source, "sweep file"), source)
 
 
 def make_sweep(data: dict[str, object], source: Path, *, where: str = "") -> Sweep:
-    """Return the sweep of a mapping of fields: paths start at `source`, errors name `where`."""
+    """Return a sweep from its fields: paths are relative to `source`, errors name `where`."""
     base = data.get("base")
     if isinstance(base, str) and base:
         data = {**data, "base": os.path.join(source.parent, os.path.expanduser(base))}

@@ -1,4 +1,4 @@
-"""Texts in a job file: patterns, paths, ages and addresses."""
+"""Texts in a job file and on the command line: patterns, paths, ages and addresses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NOT_DOUBLED = r"\{(?!(?<=\{\{)[\w:.-]+\}\})"
 PLACEHOLDER = re.compile(
     _NOT_DOUBLED + r"((?:stage|run|point|local|shm|array|job|checkpoint|env)\.[A-Za-z0-9_]+)\}"
 )
-"""What arguments and variables refer to data, the run, the job, a task, a point of a sweep and the
-job's environment by; with doubled braces it is text."""
+"""How arguments and variables refer to data, the run, the job, a task, a point of a sweep and the
+job's environment; doubled braces are plain text."""
 BRACES = re.compile(
     _NOT_DOUBLED
     + r"\s*((?:stage|run|point|local|shm|array|job|checkpoint|env)[._][^{}\s'\"]+"
@@ -44,7 +44,7 @@ FIXED_PLACEHOLDERS = (
     "shm.dir",
     "checkpoint.dir",
 )
-"""Those that do not end in a name of the user's."""
+"""Placeholders that do not end in a user's name."""
 
 _DOUBLED = re.compile(r"\{(\{([A-Za-z][\w:.-]*)\})\}", re.ASCII)
 _NAMED = re.compile(
@@ -62,19 +62,18 @@ PER_RANK = OF_LAUNCHERS | frozenset(
     "SLURM_PROCID SLURM_LOCALID SLURM_NODEID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK "
     "PMI_RANK PMIX_RANK".split()
 )
-"""Variables that only the ranks' own processes find: each rank may have another value."""
+"""Variables that only ranks have: each rank may have another value."""
 
 
 def intended_placeholder(word: str, known: Iterable[str] = ()) -> str | None:
-    """Return the placeholder that a word in braces was probably meant to be.
+    """Return the placeholder that a word in braces probably stands for.
 
     Args:
-        word: what is between the braces.
-        known: placeholders with names of the user's, such as `stage.digits`.
+        word: the word between the braces.
+        known: placeholders with users' names, such as `stage.digits`.
 
     Returns:
         None for a word that resembles no placeholder; empty if no known one is similar.
-
     >>> intended_placeholder("run_dir"), intended_placeholder("stage:set", ["stage.set"])
     ('run.dir', 'stage.set')
     >>> intended_placeholder("epoch"), intended_placeholder("node.name")
@@ -98,7 +97,7 @@ def unescaped(text: str) -> str:
 
 
 class Model(BaseModel):
-    """Base of all models: unknown fields are refused, and nothing changes after validation.
+    """Base of all models: it refuses unknown fields, and nothing changes after validation.
 
     The docstring below a field is its description in the JSON Schema (`schema.py`).
     """
@@ -118,12 +117,12 @@ _WORDS = re.compile(r"(args|command)\.\d+|collect\.\d+\.source|environment\.vari
 
 
 def absolute(job: _T, base: str | Path) -> _T:
-    """Return a job with absolute paths: the script against the workdir, all else against `base`.
+    """Return a job with absolute paths: the script relative to the workdir, all else to `base`.
 
-    A leading `~/` of arguments and variables becomes the home, as in a shell.
+    A leading `~/` in arguments and variables becomes the home directory, as in a shell.
 
     Args:
-        job: a job, or some fields of one that are not read yet, as in a site profile.
+        job: a job, or some of its fields before validation, as in a site profile.
         base: directory of the file that it comes from.
     """
     given = dict(texts_of(job))
@@ -145,7 +144,7 @@ def absolute(job: _T, base: str | Path) -> _T:
 
 
 def is_image_file(engine: str, image: str) -> bool:
-    """Whether the image of a container is a file, and not a reference or name."""
+    """Return whether a container's image is a file, not a reference or name."""
     is_squashfs = image.endswith((".sqsh", ".squashfs")) or (engine == "enroot" and "/" in image)
     return "://" not in image and (is_squashfs or engine == "apptainer")
 
@@ -159,7 +158,7 @@ def texts_of(value: object, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def with_texts(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
-    """Return a job, or fields of one, with each text as `change` makes it of its name and value."""
+    """Return a job or some of its fields, with each text replaced by `change(name, text)`."""
     if isinstance(value, str):
         return change(field, value)
     new = {
@@ -183,11 +182,11 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
 
 def _joined(base: str | Path, path: str) -> str:
     if not path or "\0" in path or "://" in path:
-        return path  # wrong, which the reader of the fields reports, or a URL
+        return path  # a URL, or wrong, which validation reports
     return os.path.normpath(os.path.join(base, os.path.expanduser(path)))
 
 
-# Ages and moments on the command line and in the Python API, such as 90m, 3d or 2026-11-20.
+# Ages and dates on the command line and in the Python API, such as 90m, 3d or 2026-11-20.
 
 _DAYS = {"today": 0, "yesterday": 1}
 
@@ -196,7 +195,7 @@ def parse_age(text: str, *, field: str) -> float:
     """Return the seconds of an age such as 7d.
 
     Raises:
-        InputError: it is in another form; names the option.
+        InputError: it has another form; names the option.
 
     >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
     (5400.0, 5400.0)
@@ -212,7 +211,7 @@ def parse_age(text: str, *, field: str) -> float:
 
 
 def parse_since(text: str | datetime, *, field: str, now: float) -> float:
-    """Return the moment that an age such as 3d, a day such as yesterday or 2026-11-20, means.
+    """Return the time for an age such as 3d, or a day such as yesterday or 2026-11-20.
 
     Args:
         text: the age, or the local date with or without a time; or a datetime.
@@ -220,7 +219,7 @@ def parse_since(text: str | datetime, *, field: str, now: float) -> float:
         now: seconds since the epoch.
 
     Raises:
-        InputError: it is in another form, or in the future; names the option.
+        InputError: it has another form, or is in the future; names the option.
     """
     try:
         if isinstance(text, datetime):
@@ -244,7 +243,7 @@ def parse_since(text: str | datetime, *, field: str, now: float) -> float:
     return moment
 
 
-# Addresses of servers, and the credentials for requests to them.
+# Addresses of servers, and credentials for them.
 
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
@@ -259,18 +258,18 @@ def web_address(url: str) -> SplitResult | None:
         parts = urlsplit(url)
         parts.hostname.encode("idna") if parts.hostname else None
         is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets that are not closed, a port that is too large, a label of 64
+    except ValueError:  # unclosed bracket, port too large, label of 64 characters
         return None
     return parts if is_whole and not re.search(r"[\x00-\x20\x7f]", url) else None
 
 
 def split_login(url: str, *, field: str) -> tuple[str, str]:
-    """Return an http or https address without user and password, and their Authorization header.
+    """Split an http or https address into the address without login, and an Authorization header.
 
-    The header is empty where the address has neither.
+    The header is empty if the address has no user and password.
 
     Raises:
-        InputError: it is not such an address; the value is not shown if it may hold a password.
+        InputError: it is not such an address; the value is not shown if it may contain a password.
     """
     parts = web_address(url)
     if parts is None:
@@ -289,25 +288,25 @@ def split_login(url: str, *, field: str) -> tuple[str, str]:
 
 
 def opener_for(url: str) -> OpenerDirector:
-    """Return an opener for an address; proxies of the environment are not used for this machine."""
+    """Return an opener for an address; it ignores the environment's proxies for this machine."""
     from urllib.request import ProxyHandler, build_opener  # noqa: PLC0415 - few need it
 
     return build_opener(*([ProxyHandler({})] if urlsplit(url).hostname in LOCAL_NAMES else []))
 
 
 def read_secret(path: str, option: str) -> str:
-    """Return the one line of a file that nobody else may read.
+    """Return the single line of a file that only its owner may read.
 
     Args:
         path: the file.
         option: the option that named it, for errors.
 
     Raises:
-        InputError: the file cannot be read, others may read it, or it has not one line of ASCII.
+        InputError: the file cannot be read, others may read it, or it is not one line of ASCII.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            # Of the open file, not of the path: the file could be swapped between the check and the
+            # Check the open file, not the path: the file could be swapped between the check and the
             # read.
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read().strip()
@@ -331,7 +330,7 @@ def read_credentials(path: str) -> str:
     It is empty without a path.
 
     Raises:
-        InputError: the file cannot be read, others may read it, or it has not one line.
+        InputError: the file cannot be read, others may read it, or it does not have one line.
     """
     if not path:
         return ""

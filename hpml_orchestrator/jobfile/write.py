@@ -1,6 +1,6 @@
-"""Write YAML: a new job file, one value, or the file of a user with changes.
+"""Write YAML: a new job file, a single value, or changes to a user's file.
 
-ruamel's round trip keeps the comments, the order of keys, anchors and quotes of a user's file.
+ruamel's round trip preserves the comments, the order of keys, anchors and quotes of a user's file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ruamel.yaml.tokens import CommentToken
 
 from hpml_orchestrator.records.job import expand_shorthand
 
-_WIDE = 1 << 30  # no value is broken over lines
+_WIDE = 1 << 30  # never wrap a value
 _INDENTATIONS = [(mapping, dash) for dash in (2, 0, 4) for mapping in (2, 4, 3, 8)]
 _COLLECTIONS = (CommentedMap, CommentedSeq)
 _BEFORE_DOCUMENT = re.compile(r"(?:[ \t]*(?:[#%].*)?\n)*---[ \t]*(?:#.*)?\n")
@@ -35,7 +35,7 @@ Tree: TypeAlias = Any
 
 
 class _Null(str):
-    """A null as it is spelled: `null` or `~`."""
+    """A null with its original spelling: `null` or `~`."""
 
     __slots__ = ()
 
@@ -94,28 +94,28 @@ def _styled(value: object, *, flow: bool = False) -> Tree:
             entries.fa.set_flow_style()
         return entries
     if isinstance(value, float):
-        return float(value)  # one of TOML keeps its spelling, and ruamel takes no such class
+        return float(value)  # TOML floats have a class that ruamel does not accept
     if not isinstance(value, str):
         return value
     is_unprintable = not all(row.isprintable() for row in value.split("\n"))
     if is_unprintable or (flow and ("\n" in value or value.startswith(":"))):
-        return DoubleQuotedScalarString(value)  # escaped: YAML folds some of them as line ends
+        return DoubleQuotedScalarString(value)  # escaped: YAML treats some of these as line ends
     return LiteralScalarString(value) if "\n" in value and value[0] not in " \n" else value
 
 
 class JobDocument:
-    """A user's job file, of which fields are changed and all else stays.
+    """A user's job file; changes to fields leave everything else as it is.
 
-    ruamel keeps a comment with the value before it. So what stands below an entry is moved when
-    another entry comes after it, and when it is removed.
+    ruamel attaches a comment to the value before it. So the lines below an entry are moved when
+    another entry is added after it, and when it is removed.
 
     Args:
-        text: of a job file that can be read.
+        text: text of a valid job file.
     """
 
     def __init__(self, text: str) -> None:
         start = _BEFORE_DOCUMENT.match(text)
-        self._head = start[0] if start else ""  # ruamel drops its comments
+        self._head = start[0] if start else ""  # ruamel drops comments here
         self._body = text[len(self._head) :]
         self._comments: list[tuple[str, str]] = []
         best = min(_INDENTATIONS, key=self._reformatted)
@@ -123,19 +123,19 @@ class JobDocument:
         self._root = _loaded(self._body)
 
     def _reformatted(self, indentation: tuple[int, int]) -> int:
-        """Return how many lines an indentation changes in a document without changes."""
+        """Return how many lines change if an unchanged document is written with an indentation."""
         lines = _dumped(_yaml(indentation), _loaded(self._body)).splitlines()
         return len({*lines} ^ {*self._body.splitlines()})
 
     def put(self, field: str, value: object, comment: str = "") -> None:
         """Set a field.
 
-        What cannot be set where the document has it stays: read the result to see.
+        Without a suitable place in the document nothing changes: read the result to find out.
 
         Args:
-            field: dotted; numbers are places in a list. Mappings that are missing are made.
+            field: dotted; numbers are places in a list. Missing mappings are created.
             value: as JSON; None removes the field.
-            comment: for a line of its own above the field.
+            comment: written on a line of its own above the field.
         """
         before = _dumped(self._yaml, self._root)
         around: Tree = [self._root]
@@ -157,7 +157,7 @@ class JobDocument:
             self._comments.append((field, comment))
 
     def has_entry(self, field: str, place: str) -> bool:
-        """Whether a list of the document has an entry at a place, or can have it next."""
+        """Return whether a list of the document has an entry at a place, or can get it next."""
         entries, index = self._root.get(field), place.partition(".")[0]
         return bool(isinstance(entries, list) and entries and index.isdecimal()) and (
             int(index) <= len(entries)
@@ -183,7 +183,7 @@ def _loaded(text: str) -> Tree:
 
 
 def _open_commented(value: object) -> None:
-    """Give collections on several lines with comments a line per entry: ruamel drops them else."""
+    """Put each entry of commented collections on its own line, or ruamel drops the comments."""
     if not isinstance(value, _COLLECTIONS):
         return
     has_comments = value.ca.items or (isinstance(value, CommentedSeq) and value.ca.end)
@@ -196,14 +196,14 @@ def _open_commented(value: object) -> None:
 
 
 def _put_comments_behind(entries: CommentedSeq) -> None:
-    """Give a comment behind an entry and its comma to that entry, not to the next one."""
+    """Attach a comment after an entry and its comma to that entry, not to the next one."""
     for index, (_, before, *_rest) in [*entries.ca.items.items()]:
         if index and before and before[0].start_mark.line == entries.lc.data[index - 1][0]:
             entries.ca.items.setdefault(index - 1, [None] * 4)[0] = before.pop(0)
 
 
 def _line_of(document: Tree, field: str) -> int:
-    """Return the line on which a field begins, or the innermost of those around it."""
+    """Return the line on which a field begins, or the innermost field around it."""
     line = min((one[0] for one in document.lc.data.values()), default=0)
     here = document
     for part in field.split("."):
@@ -224,7 +224,7 @@ def _key(here: object, part: str) -> Tree:
 
 
 def _set(around: Tree, place: Tree, key: Tree, value: object) -> None:
-    """Set, add or remove an entry of `around[place]`, changing as little of it as possible."""
+    """Set, add or remove an entry of `around[place]`, changing as little as possible."""
     here = around[place]
     old = here[key] if key in _keys(here) else None
     old = None if isinstance(old, _Null) else old
@@ -251,12 +251,12 @@ def _set(around: Tree, place: Tree, key: Tree, value: object) -> None:
 
 
 def _in_style_of(old: object, value: object) -> Tree:
-    """Return a value, with the quotes of the old one if both are text."""
+    """Return a value, with the old value's quotes if both are text."""
     if not (isinstance(value, str) and isinstance(old, ScalarString)):
         return _styled(value, flow=True)
     new: Tree = type(old)(value)
     if isinstance(old, LiteralScalarString) and hasattr(old, "comment"):
-        new.comment = old.comment  # behind the | of the block
+        new.comment = old.comment  # after the | of the block
     return new
 
 
@@ -278,9 +278,9 @@ def _remove(around: Tree, place: Tree, key: Tree) -> None:
 
 
 def _last(here: Tree, key: Tree) -> tuple[list[Tree], int, bool]:
-    """Return where ruamel keeps what stands behind and below the last value of an entry.
+    """Return where ruamel stores the text after and below the last value of an entry.
 
-    The third value is whether that is a block of text, behind which nothing stands.
+    The third value is whether that is a block of text, after which there is nothing.
     """
     value = here[key]
     while isinstance(value, _COLLECTIONS) and value and not value.fa.flow_style():
@@ -292,7 +292,7 @@ def _last(here: Tree, key: Tree) -> tuple[list[Tree], int, bool]:
 
 
 def _take_below(here: Tree, key: Tree) -> str:
-    """Remove the lines below an entry, blank ones and comments, and return them."""
+    """Remove the blank lines and comments below an entry, and return them."""
     slots, place, is_block = _last(here, key)
     token, slots[place] = slots[place], None
     if token is None:

@@ -1,7 +1,7 @@
 """A cluster as its controller describes it: nodes, partitions, limits, accounts.
 
-Sizes are in MiB, as Slurm counts memory; times are in seconds. A limit of None is unlimited; a list
-of None could not be read, or is open to everybody.
+Memory sizes are in MiB, as in Slurm; times are in seconds. A limit of None means unlimited; a list
+of None could not be read, or means that everybody is allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Gres:
 
 @dataclass(frozen=True)
 class Node:
-    """One node, with the CPUs and the memory that jobs can have."""
+    """One node, with the CPUs and the memory that jobs can use."""
 
     name: str
     states: frozenset[str] = frozenset()  # base state and flags, upper case
@@ -60,7 +60,7 @@ _AWAY = _DOWN | _DRAIN | _MAINTENANCE | _BLOCKED | _POWER | {"RESERVED", "REBOOT
 
 
 def takes_jobs(states: frozenset[str]) -> bool:
-    """Return whether Slurm starts any user's job now on what is free of a node in these states.
+    """Return whether Slurm starts any user's job now on free resources of a node in these states.
 
     The flags that prevent it are those that `man sinfo` calls unavailable, "not generally
     available" (a reservation) or not capable of running jobs. Slurm still starts short jobs on a
@@ -72,7 +72,7 @@ def takes_jobs(states: frozenset[str]) -> bool:
 
 
 def node_state(states: frozenset[str]) -> str:
-    """Return one word for what a node can do, lower case.
+    """Return one lower-case word for what a node can do.
 
     A node has one base state and many flags; the most important of them decides.
 
@@ -82,13 +82,13 @@ def node_state(states: frozenset[str]) -> str:
     ('planned', 'drained')
     """
     # Only idle nodes differ in some states: a busy node that is marked for a reboot or a power-down
-    # still works on its jobs, and that is what users look for.
+    # still runs its jobs, and that is what users look for.
     idle = frozenset[str]() if states & _BUSY else states
-    # A node that Slurm switches on or off does not answer, and nothing is wrong.
+    # A node that Slurm is powering up or down does not answer, but nothing is wrong.
     silent = {"NOT_RESPONDING"} if states & _POWER else frozenset[str]()
     judged = (
-        ("rebooting", idle & {"REBOOT_ISSUED", "REBOOT"}),  # whatever else until it answers again
-        ("drained", idle & _DRAIN),  # as in sinfo, also if it is off meanwhile
+        ("rebooting", idle & {"REBOOT_ISSUED", "REBOOT"}),  # takes precedence until it answers
+        ("drained", idle & _DRAIN),  # as in sinfo, even if it is powered off
         ("draining", states & _DRAIN),
         ("down", states & _DOWN - silent),
         ("maintenance", states & _MAINTENANCE),
@@ -128,7 +128,7 @@ class Partition:
     exclusive: bool = False  # jobs get whole nodes (OverSubscribe=EXCLUSIVE)
     preemption: str = ""  # PreemptMode of its jobs
     priority_tier: int = 1  # jobs of a higher one may preempt those of this partition
-    grace_seconds: int = 0  # from the warning of a preempted job to its end
+    grace_seconds: int = 0  # between the warning and the end of a preempted job
     qos: str = ""  # the partition's own
     root_only: bool = False
     reservation_only: bool = False
@@ -153,18 +153,18 @@ class ClusterLimits:
     max_memory_per_node_mib: int | None = None
     max_memory_per_cpu_mib: int | None = None
     tmp_fs: str = "/tmp"  # noqa: S108 - Slurm's default
-    job_requeue: bool | None = None  # whether jobs that do not say are requeued; None: unknown
+    job_requeue: bool | None = None  # default for jobs without the option; None: unknown
     preemption: str = ""  # PreemptMode if jobs are preempted at all, such as REQUEUE
-    submit_plugins: tuple[str, ...] = ()  # job_submit plugins, whose rules cannot be known before
+    submit_plugins: tuple[str, ...] = ()  # job_submit plugins; their rules are unknown
 
 
 @dataclass(frozen=True)
 class Association:
-    """What one user may do on one account; TRES such as `{"gres/gpu": 8, "mem": 64000}`."""
+    """What one user may do with one account; TRES such as `{"gres/gpu": 8, "mem": 64000}`."""
 
     account: str
-    partition: str = ""  # the only one it holds for; empty for all
-    default: bool = False  # jobs that name no account are charged to it
+    partition: str = ""  # the only one it applies to; empty for all
+    default: bool = False  # jobs without an account are charged to it
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_seconds: int | None = None
@@ -190,7 +190,7 @@ class Qos:
     group_tres: Mapping[str, int] = field(default_factory=dict)
 
 
-# plugins of Slurm's own that choose neither account nor partition
+# Slurm's own plugins that choose neither account nor partition
 _ONLY_JUDGE = frozenset("all_partitions cray_aries logging pbs require_timelimit throttle".split())
 
 
@@ -208,7 +208,7 @@ class Cluster:
 
     @property
     def may_rewrite_jobs(self) -> bool:
-        """Whether a job_submit plugin of the site may give a job another account or partition."""
+        """Whether a site's job_submit plugin may change a job's account or partition."""
         return not _ONLY_JUDGE.issuperset(self.limits.submit_plugins)
 
     def partition(self, name: str) -> Partition | None:
@@ -222,7 +222,7 @@ class Cluster:
 
     @property
     def default_partition(self) -> Partition | None:
-        """The partition of jobs that name none."""
+        """The partition of jobs that request none."""
         return next((partition for partition in self.partitions if partition.default), None)
 
     def nodes_of(self, partition: Partition) -> tuple[Node, ...]:

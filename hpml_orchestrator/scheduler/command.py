@@ -1,6 +1,6 @@
-"""Run a scheduler's client commands: the one place of this package that starts processes.
+"""Run a scheduler's client commands: the only module of this package that starts processes.
 
-Code takes a `Runner`; tests give `hpml_orchestrator.testing.FakeRunner`.
+Code takes a `Runner`; tests pass `hpml_orchestrator.testing.FakeRunner`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommandMissing(SchedulerUnavailable):
 
 
 class ConfigurationMissing(CommandMissing):
-    """Slurm's commands are here, but not the configuration that the environment names."""
+    """Slurm's commands exist, but the configuration that the environment names does not."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Completed:
 
 
 class Clock(Protocol):
-    """What loops need of time; the module `time` is one, `FakeClock` another."""
+    """The time functions that loops need; implemented by the module `time` and by `FakeClock`."""
 
     def time(self) -> float:
         """Return seconds since the epoch."""
         ...
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return a monotonic time in seconds."""
         ...
 
     def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+        """Sleep for some seconds."""
         ...
 
 
@@ -71,7 +71,7 @@ class Runner(Protocol):
 
         Raises:
             CommandMissing: the command does not exist.
-            SchedulerUnavailable: it gave no answer in time.
+            SchedulerUnavailable: it timed out.
         """
         ...
 
@@ -85,14 +85,14 @@ class Runner(Protocol):
         stdout: Path,
         stderr: Path,
     ) -> int:
-        """Run a command that outlives us, answering into files, and return its exit status.
+        """Run a command that may outlive this process, and return its exit status.
 
-        It has its own session, so that Ctrl-C or a hang-up of the terminal does not reach it, and
-        it is never killed: past `timeout` seconds it is left to itself.
+        Its output goes to files. It has its own session, so that Ctrl-C or a hang-up of the
+        terminal does not reach it, and is never killed: after `timeout` it continues alone.
 
         Raises:
             CommandMissing: the command does not exist.
-            SchedulerUnavailable: it has not ended in time; it still works.
+            SchedulerUnavailable: it timed out; it is still running.
         """
         ...
 
@@ -145,7 +145,7 @@ class SubprocessRunner:
         began = time.monotonic()
         try:
             # Files rather than pipes: they outlive this process. If hpml is killed while sbatch
-            # works, the answer still lands on disk, where recovery reads it.
+            # runs, its output still reaches the disk, where recovery reads it.
             with open(stdout, "wb") as out, open(stderr, "wb") as err:
                 process = subprocess.Popen(
                     list(argv),
@@ -154,7 +154,7 @@ class SubprocessRunner:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    # Ctrl-C goes to the terminal's whole process group. sbatch must not die between
+                    # Ctrl-C signals the terminal's whole process group. sbatch must not die between
                     # the request and the answer.
                     start_new_session=True,
                 )
@@ -165,7 +165,7 @@ class SubprocessRunner:
         try:
             status = process.wait(timeout)
         except BaseException as error:
-            self._left.append(process)  # still ours to reap, never to kill
+            self._left.append(process)  # reap it later, but never kill it
             _log(argv, began, "not ended")
             if isinstance(error, subprocess.TimeoutExpired):
                 raise SchedulerUnavailable(
@@ -177,10 +177,10 @@ class SubprocessRunner:
 
 
 def check_configuration(command: str, env: Mapping[str, str]) -> None:
-    """Refuse to start a command of Slurm's that would look for its configuration for a minute.
+    """Refuse to start a Slurm command that would search for its configuration for a minute.
 
     Raises:
-        ConfigurationMissing: SLURM_CONF names a file that is not there.
+        ConfigurationMissing: SLURM_CONF names a missing file.
     """
     path = env.get("SLURM_CONF", "")
     # libslurm retries a missing configuration for 60 s before it gives up, so a typo would look
@@ -193,8 +193,8 @@ def check_configuration(command: str, env: Mapping[str, str]) -> None:
 
 
 def _log(argv: Sequence[str], began: float, outcome: int | str) -> None:
-    """Log what was asked, how long it took, and any status but 0: `hpml --verbose` shows it."""
-    logging = sys.modules.get("logging")  # its import takes 10 ms; who wants to see it has done it
+    """Log a command, its duration and any exit status but 0: `hpml --verbose` shows it."""
+    logging = sys.modules.get("logging")  # importing takes 10 ms; --verbose has already imported it
     if logging is not None:
         status = f"exit status {outcome}" if isinstance(outcome, int) else outcome
         text = f"{shlex.join(argv)}: {time.monotonic() - began:.2f} s"
@@ -209,7 +209,7 @@ def _cannot_start(command: str, error: OSError) -> SchedulerUnavailable:
     )
 
 
-# Which variables of the user's environment a job inherits, for every backend.
+# The variables of the user's environment that a job inherits, for every backend.
 
 # A submission from inside a job, such as `srun --pty bash`, carries the outer job's variables.
 # Leaked SLURM_, SBATCH_ or SRUN_ values change the size and binding of nested steps.
@@ -218,7 +218,7 @@ _DROPPED_PREFIXES = tuple(
     "PRTE_ HPML_ PET_ TORCHELASTIC_ HOROVOD_ SSH_ XDG_SESSION_ TMUX".split()
 )
 _DROPPED = frozenset(
-    # a launcher sets these; values of the submitting host mean nothing on the node
+    # launchers set these; values of the submitting host mean nothing on the node
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
     "TMPDIR TMP TEMP HOSTNAME HOST PWD OLDPWD SHLVL _ BASH_ENV ENV CUDA_VISIBLE_DEVICES "
     "ROCR_VISIBLE_DEVICES DISPLAY XAUTHORITY XDG_RUNTIME_DIR DBUS_SESSION_BUS_ADDRESS "
@@ -236,10 +236,9 @@ def job_environment(environment: Mapping[str, str], inherit: str) -> dict[str, s
     """Return the variables that a job starts with.
 
     Args:
-        environment: the environment of the submitting process.
+        environment: environment of the submitting process.
         inherit: `all` for everything except variables of the submitting session, of schedulers and
-            of launchers; `minimal` for those that every login has.
-
+            of launchers; `minimal` for those of every login session.
     >>> job_environment({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
     {'PATH': '/bin'}
     """

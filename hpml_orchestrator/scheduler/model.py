@@ -1,4 +1,4 @@
-"""What all schedulers share: requests, states, statuses, and the Protocol."""
+"""What all schedulers share: requests, states, statuses, the Protocol, and node lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class JobState(enum.StrEnum):
-    """State of a job, by Slurm's names; a state that is not known is UNKNOWN, never an error."""
+    """State of a job, by Slurm's names; an unfamiliar state is UNKNOWN, never an error."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"
@@ -56,8 +56,8 @@ _UNFINISHED = frozenset(
 
 
 STATE_FLAGS = {
-    # squeue may print a flag in place of the base state: a job whose ranks are in their grace time
-    # is SIGNALING, for example, and still runs.
+    # squeue may print a flag in place of the base state: for example, a job whose ranks are in
+    # their grace time is SIGNALING, and still runs.
     "EXPEDITING": JobState.PENDING,  # 25.11: requeued with the highest priority
     "LAUNCH_FAILED": JobState.FAILED,
     "POWER_UP_NODE": JobState.CONFIGURING,
@@ -72,11 +72,11 @@ STATE_FLAGS = {
     "STAGE_OUT": JobState.COMPLETING,
     "UPDATE_DB": JobState.UNKNOWN,  # not about the job
 }
-"""Flags that squeue shows in place of a base state, and the state that each becomes here."""
+"""Flags that squeue shows in place of a base state, and the state that each maps to."""
 
 
 def parse_state(text: str) -> JobState:
-    """Return the state of one of Slurm's names; UNKNOWN for any other name.
+    """Return the state for one of Slurm's names; UNKNOWN for any other name.
 
     >>> [parse_state(text).value for text in ("CANCELLED by 1000", "COMPLETED+", "BRAND_NEW")]
     ['CANCELLED', 'COMPLETED', 'UNKNOWN']
@@ -95,17 +95,17 @@ class JobStatus:
     Attributes:
         job_id: the scheduler's id, as text.
         state: the state; `raw_state` is the scheduler's own name for it.
-        reason: why it waits or why it ended, as the scheduler puts it; may be empty.
-        exit_code: exit status of the script, None while it is not over or not known.
+        reason: why it waits or why it ended, in the scheduler's words; may be empty.
+        exit_code: exit status of the script, None while unfinished or unknown.
         signal: number of the signal that ended it, 0 for none.
         nodes: node list in Slurm's compact form; may be empty.
-        submitted, started, ended: seconds since the epoch, None where not known.
-        limit_at: when its time limit ends it, seconds since the epoch; None if that is not known.
-        expected_start: of a job that waits, as far as the scheduler has planned it.
-        restarts: how often it was requeued.
+        submitted, started, ended: seconds since the epoch, None if unknown.
+        limit_at: when its time limit ends it, seconds since the epoch; None if unknown.
+        expected_start: planned start of a pending job, if the scheduler has planned it.
+        restarts: number of requeues.
         name: the job's name.
         directory: its working directory, which is the submission's directory.
-        may_requeue: whether it may start again by itself after a state of `BEFORE_REQUEUE`.
+        may_requeue: whether it may restart by itself after a state of `BEFORE_REQUEUE`.
     """
 
     job_id: str
@@ -133,11 +133,11 @@ BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
     """Return the status of an array as a whole, under the requested id.
 
-    A running task takes precedence, then a waiting one, then one that did not complete.
+    A running task takes precedence, then a pending one, then one that did not complete.
     """
 
-    # An array that still has a running task is running, however many have failed: users wait for
-    # the end of the whole. Once all are over, a failure must not hide behind successes.
+    # An array with a running task is running, however many have failed: users wait for all of it.
+    # Once all tasks are over, successes must not hide a failure.
     def rank(status: JobStatus) -> int:
         if status.state.over:
             return 3 if status.state is JobState.COMPLETED else 2
@@ -151,8 +151,8 @@ class Dependency:
     """A job whose end another job waits for.
 
     Attributes:
-        job_id: its id, of a task of an array `<array's id>_<index>`.
-        end: `ok` if it has to complete, `notok` if it has to end otherwise, or `any`.
+        job_id: its id; `<array's id>_<index>` for a task of an array.
+        end: `ok` if it must complete, `notok` if it must end otherwise, or `any`.
     """
 
     job_id: str
@@ -164,19 +164,19 @@ class SubmitRequest:
     """One call of sbatch.
 
     Attributes:
-        directory: the submission's directory (absolute). It becomes the job's working directory,
-            by which our own job is found again after a crash; it holds `job.sh`.
-        output: absolute path of the file for the script's standard output and error, if it is no
-            array, each task of which has its own, see `task_output`.
+        directory: the submission's directory (absolute), which holds `job.sh`. It becomes the job's
+            working directory, by which our own job is found again after a crash.
+        output: absolute path of the file for the script's standard output and error; the tasks of
+            an array have their own, see `task_output`.
         name: the job's name, for looking it up.
-        comment: short text kept with the job; none when empty.
-        environment: the complete environment of the sbatch process, all of which travels.
-        array: whether the script asks for a job array.
+        comment: short text stored with the job; may be empty.
+        environment: the complete environment of the sbatch process; all of it reaches the job.
+        array: whether the script requests a job array.
         after: jobs to wait for; all of them.
-        job_name: the name that the scheduler shows, if it is not the script's: any text.
-        only: index of the one task of the array that is meant; None for all of them.
-        exclude: nodes that it must not get.
-        answers: directory for `sbatch.out` and `sbatch.err`; the submission's when left out.
+        job_name: name for the scheduler to show, if it differs from the script's; any text.
+        only: index of the only task of the array to run; None for all of them.
+        exclude: nodes to avoid.
+        answers: directory for `sbatch.out` and `sbatch.err`; by default the submission's.
     """
 
     directory: Path
@@ -192,7 +192,7 @@ class SubmitRequest:
     answers: Path | None = None
 
     def answer(self, name: str) -> Path:
-        """Return the file that sbatch's answer is written to, `sbatch.out` or `sbatch.err`."""
+        """Return the file for sbatch's output, `sbatch.out` or `sbatch.err`."""
         return (self.answers or self.directory) / name
 
     def task_output(self, index: int | str) -> Path:
@@ -201,14 +201,14 @@ class SubmitRequest:
 
 
 class Scheduler(Protocol):
-    """What hpml needs from a scheduler; calls take many jobs at once if that makes sense."""
+    """What hpml needs from a scheduler; calls take many jobs at once where that is useful."""
 
     name: str
 
     def cluster(self) -> str:
         """Return the name of the cluster that this process reaches; empty for this machine alone.
 
-        A job id has a meaning only on the cluster that gave it.
+        A job id is only meaningful on the cluster that issued it.
 
         Raises:
             SchedulerUnavailable: no usable answer.
@@ -222,13 +222,12 @@ class Scheduler(Protocol):
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
-        Whatever the scheduler answers is written to `sbatch.out` and `sbatch.err` (see
-        `SubmitRequest.answer`) by the scheduler's own client process, so that an answer outlives a
-        killed hpml.
+        The scheduler's own client process writes its output to `sbatch.out` and `sbatch.err` (see
+        `SubmitRequest.answer`), so that the answer survives if hpml is killed.
 
         Args:
             request: what to submit.
-            arguments: as `arguments` returned them for the request; made if left out.
+            arguments: result of `arguments` for the request; computed by default.
 
         Raises:
             SchedulerError: the scheduler refused; no job exists.
@@ -239,7 +238,7 @@ class Scheduler(Protocol):
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job in one batched call; unknown ids are left out.
 
-        A task of an array is asked for by `<array's id>_<index>`.
+        Tasks of an array are requested as `<array's id>_<index>`.
 
         Raises:
             SchedulerUnavailable: no usable answer.
@@ -247,7 +246,7 @@ class Scheduler(Protocol):
         ...
 
     def starts(self, job_id: str) -> list[JobStatus]:
-        """Return how each start of a job ended, requeued ones too; none if it is not known."""
+        """Return how each start of a job ended, including requeued ones; empty if unknown."""
         ...
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
@@ -256,7 +255,7 @@ class Scheduler(Protocol):
         Args:
             directory: a submission's directory.
             name: the job's name, to narrow the search.
-            since: seconds since the epoch; no such job can be older.
+            since: seconds since the epoch; jobs before it are ignored.
         """
         ...
 
@@ -271,7 +270,7 @@ class Scheduler(Protocol):
 
 # Lists of nodes in Slurm's compact form, `gpu[01-16]-ib[0-1],login1`, by ClusterShell.
 
-MAX_NODES = 65_536  # as many as Slurm itself takes in one list
+MAX_NODES = 65_536  # Slurm's own limit for one list
 _HINT = "a list of nodes looks like node[1-3,7],login1"
 _RANGES = r"\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\]"
 _ENTRY = rf"(?:[A-Za-z0-9_.\-]|{_RANGES})+"
@@ -279,11 +278,10 @@ _LIST = re.compile(rf"{_ENTRY}(?:,{_ENTRY})*", re.ASCII)
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Return the names in a list of nodes, each once, in numerical order, leading zeros kept.
+    """Return the names in a node list, each once, in numerical order, with leading zeros.
 
     Raises:
-        InputError: it is not a list of nodes, or names more than 65,536.
-
+        InputError: it is not a node list, or names more than 65,536 nodes.
     >>> expand("node[1-3,7]")
     ('node1', 'node2', 'node3', 'node7')
     >>> expand("gpu[01-02]-ib[0-1]")
@@ -299,7 +297,7 @@ def expand(text: str) -> tuple[str, ...]:
     if "[" not in text:
         return tuple(dict.fromkeys(text.split(",")))
     entries = re.findall(_ENTRY, text)
-    # Count before expanding: `n[1-999999999]` would fill the memory before ClusterShell returned.
+    # Count before expanding: `n[1-999999999]` would exhaust the memory.
     if sum(prod(map(_size, re.findall(_RANGES, entry))) for entry in entries) > MAX_NODES:
         message = f"names more than {MAX_NODES:,} nodes"
         raise InputError(message, field="nodes", value=text, hint=_HINT)
@@ -307,11 +305,10 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def fold(nodes: Iterable[str]) -> str:
-    """Return names of nodes as a list in compact form.
+    """Return node names as a list in compact form.
 
     Raises:
-        InputError: one of them is not the name of a node.
-
+        InputError: one of them is not a node name.
     >>> fold(["node3", "node1", "node2", "login"])
     'login,node[1-3]'
     """

@@ -1,1 +1,1 @@
-"""The script: (job, capabilities) -> text through templates/, and what it is submitted with."""
+"""The batch script: renders a job through templates/, and builds what is submitted with it."""

@@ -1,7 +1,7 @@
-"""The files that a script needs next to it: `hpml-job.sh`, its functions, and `hpml-node.pyz`.
+"""The files next to a script: `hpml-job.sh` with its functions, and `hpml-node.pyz`.
 
-`hpml-node.pyz` holds all of hpml's Python that the nodes need: a zip archive of modules. Its
-commands run as `python -I -S hpml-node.pyz COMMAND …`.
+`hpml-node.pyz` is a zip archive with all of hpml's Python modules that the nodes need. Its commands
+run as `python -I -S hpml-node.pyz COMMAND …`. `check_script` checks a script with `bash -n`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from hpml_orchestrator.node.main import main
 
 sys.exit(main(sys.argv[1:]))
 """
-_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: it is not compared with the source
-# Up to Python 3.13 later versions mark shared objects, which differ from process to process; only
-# version 5, of Python 3.14, can write slices, and it gives the same bytes in all.
+_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: not compared with the source
+# Up to Python 3.13, later versions mark shared objects, which differ from process to process. Only
+# version 5, of Python 3.14, can write slices, and it gives the same bytes in every process.
 _MARSHAL_VERSION = 2 if marshal.version < 5 else marshal.version  # noqa: PLR2004 - as above
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def node_files() -> dict[str, bytes]:
-    """Return name and content of each file that `job.sh` needs next to it."""
+    """Return the name and content of each file that `job.sh` needs next to it."""
     functions = assets.path("templates/sbatch/hpml-job.sh").read_bytes()
     return {"hpml-node.pyz": build(), "hpml-job.sh": functions}
 
 
 @cache
 def build() -> bytes:
-    """Return the archive's bytes; equal sources give equal bytes with equal interpreters.
+    """Return the archive's bytes; equal sources and interpreters give equal bytes.
 
-    Next to each source is its bytecode for this interpreter; another one sees the magic number and
-    compiles the source. Everything is stored uncompressed: a rank's start pays neither for
-    compiling nor for inflating.
+    Next to each source is its bytecode for this interpreter; another interpreter notices the
+    different magic number and compiles the source. Everything is stored uncompressed, so that ranks
+    start without compiling or inflating.
     """
     files = {"__main__.py": _MAIN.encode()}
     sources = [_PACKAGE / f"{name}.py" for name in ("__init__", "errors", "log", "version")]
@@ -56,7 +56,7 @@ def build() -> bytes:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:
         name, data = source.relative_to(_PACKAGE.parent).as_posix(), source.read_bytes()
-        # The loader reuses __pycache__; compiling everything takes 0.2 s of each submission.
+        # The loader uses __pycache__; compiling everything would add 0.2 s to each submission.
         code = SourceFileLoader(name, str(source)).get_code(name)
         assert code is not None  # noqa: S101 - None is for extension modules
         head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(data)
@@ -65,8 +65,8 @@ def build() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in files.items():
-            # A fixed date: with the time of the build, each submission would have another archive,
-            # and equal ones could not share a file.
+            # A fixed date: the time of the build would make every archive different, and equal
+            # archives could not share a file.
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data)
     return buffer.getvalue()
 
@@ -82,11 +82,11 @@ _BASH_SECONDS = 10.0
 
 
 def check_script(script: str, directory: str) -> None:
-    """Refuse a script that is none, or that bash cannot parse.
+    """Refuse a script that bash cannot parse, or that is not a batch script.
 
     Args:
-        script: what the templates made.
-        directory: of the user's templates.
+        script: output of the templates.
+        directory: directory of the user's templates.
 
     Raises:
         InputError: names the line.
@@ -102,11 +102,11 @@ def check_script(script: str, directory: str) -> None:
 
 
 def check_setup(lines: str, origin: str) -> None:
-    """Refuse an `environment.setup` that bash cannot parse on its own: it must leave nothing open.
+    """Refuse an `environment.setup` that bash cannot parse by itself, such as an open quote.
 
     Args:
         lines: the user's shell lines.
-        origin: their source, for the hint.
+        origin: where they come from, for the hint.
 
     Raises:
         InputError: names the line.
@@ -118,7 +118,7 @@ def check_setup(lines: str, origin: str) -> None:
 
 
 def _bash_complaint(script: str) -> str:
-    """Return the error of `bash -n` for a script; none of it is run."""
+    """Return the error of `bash -n` for a script; nothing in it is run."""
     environment = {key: value for key, value in os.environ.items() if key != "BASH_ENV"}
     # `-n` runs nothing, so a `shopt -s extglob` in the script has no effect on what follows it.
     options = ["-O", "extglob"] if "extglob" in script else []
@@ -132,9 +132,9 @@ def _bash_complaint(script: str) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # no bash here: the nodes have one
+        return ""  # no bash here; the nodes have it
     lines = process.stderr.decode("utf-8", "replace").strip().split("\n")
-    # A here-document without its end is a warning, and swallows the rest of the script.
+    # A here-document without its end is only a warning, but swallows the rest of the script.
     if process.returncode == 0 and "here-document" not in lines[0]:
         return ""
     return " ".join(line.removeprefix("bash: ") for line in lines[:2])

@@ -1,4 +1,4 @@
-"""From a complete job to the text of its batch script: a pure function, no command is run."""
+"""Render a complete job as the text of its batch script: a pure function that runs no command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.job import Job
     from hpml_orchestrator.site.model import DirectiveRule, ResolvedSite, Site
 
-# The `#SBATCH` options of a job, as the site's rules rename, add, omit and forbid them.
+# The `#SBATCH` options of a job, after the site's rules rename, add, omit or forbid them.
 
 _COUNTS = {
     "nodes": "nodes",
@@ -40,14 +40,14 @@ _TEXTS = {
 }
 _DEFAULTS = Resources()
 _FIELDS = {**_COUNTS, **_TEXTS, "exclusive": "exclusive", "mail-user": "mail", "mail-type": "mail"}
-"""Options that hpml writes, and the field of `resources` that asks for them."""
+"""Options that hpml writes, and the field of `resources` for each."""
 
 
 def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
     """Return the sbatch options of a job, such as `--mem=4096M`, in a fixed order.
 
     Raises:
-        InputError: the job asks for one that the site forbids.
+        InputError: the job requests an option that the site forbids.
     """
     options = _own_options(job, site.site if site else None)
     if site is None:
@@ -70,7 +70,7 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
 
 
 def can_requeue(site: Site | None) -> bool:
-    """Return whether the site profile permits that a job is requeued."""
+    """Return whether the site profile permits requeueing."""
     return site is None or (site.requeue != "no" and not leaves_out(site.directives, "requeue"))
 
 
@@ -99,7 +99,7 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
     if job.array is not None:
         options.append(f"--array={job.array}")
     if job.checkpoint.enabled:
-        # JobRequeue is only the cluster's default; the job's option counts.
+        # JobRequeue is only the cluster's default; the job's option takes precedence.
         is_asked = bool(job.checkpoint.requeue) and can_requeue(site)
         options.append("--requeue" if is_asked else "--no-requeue")
     return [*options, "--open-mode=append", *resources.extra]
@@ -134,8 +134,8 @@ def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[s
 def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     """Return the job as Slurm will see it: without what the rules drop, with what they add.
 
-    GPUs and numbers of nodes, ranks and CPUs count even under another name. Everything else counts
-    as what it became: a constraint that was renamed to a preference keeps no job out.
+    GPUs and numbers of nodes, ranks and CPUs keep their meaning under another name. Any other
+    option means what it was renamed to: a constraint that became a preference excludes no node.
     """
     # A renamed count is still the same request, for example GPUs by --gres. Keep it under its own
     # name, or the check would see a job without GPUs.
@@ -163,11 +163,11 @@ def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
 
 
 def whole_nodes(asked: Job, site: Site | None) -> bool:
-    """Return whether a job gets whole nodes, by its request or by the rule of its partitions.
+    """Return whether a job gets whole nodes, by its request or by its partitions' rule.
 
     Args:
         asked: the job as Slurm will see it (`effective_job`).
-        site: the site profile, if there is one.
+        site: the site profile, if any.
     """
     if asked.resources.exclusive or "--exclusive" in asked.resources.extra:
         return True
@@ -189,7 +189,7 @@ def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
 
 
 def _as_field(field: str, value: str | None) -> object:
-    """Return an option's value in the form of the field of `resources`; None if it does not fit."""
+    """Convert an option's value to its field's type in `resources`; None if it does not fit."""
     try:
         return getattr(Resources.from_json({field: value}), field)
     except ValueError:
@@ -218,7 +218,7 @@ def _field_of(job: Job, name: str, option: str) -> str:
 
 
 CODE_DIRECTORY = "code"
-"""Name of the snapshot in the submission's directory."""
+"""Name of the code snapshot in the submission's directory."""
 
 MAX_SCRIPT_BYTES = 4 * 1024 * 1024
 """Slurm's default limit for a batch script (`SchedulerParameters=max_script_size`)."""
@@ -240,7 +240,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class SnapshotPaths:
-    """The files of a job in its snapshot.
+    """Paths of a job's files in its snapshot.
 
     Attributes:
         workdir: the working directory, relative to the snapshot; empty for its top.
@@ -264,12 +264,13 @@ def render(
     Args:
         job: the job, complete.
         capabilities: facts about this installation.
-        site: the site profile, if there is one.
-        snapshot: files of the job in the submission's copy of the code, if it has one.
-        targets: why each `target: auto` became what it is now, by the name of its entry.
+        site: the site profile, if any.
+        snapshot: paths of the job's files in the submission's copy of the code, if it has one.
+        targets: why each `target: auto` was resolved as it is, by the name of its entry.
 
     Raises:
-        InputError: the job asks for what the site forbids, or the script grows over Slurm's limit.
+        InputError: the job requests something that the site forbids, or the script exceeds Slurm's
+            limit.
     """
     context = _context(job, capabilities, site, snapshot, targets or {})
     name = f"{job.launcher}.sh.j2"
@@ -285,7 +286,7 @@ def render(
 
 
 def render_agent(job: Job, site: ResolvedSite | None = None) -> str:
-    """Return the text of `agent.json`: what the nodes read; equal input gives equal bytes."""
+    """Return the text of `agent.json`, which the nodes read; equal input gives equal bytes."""
     if site is None:
         return NodeJob(job).text()
     staging = site.site.staging
@@ -360,7 +361,7 @@ def _context(
 
 
 def _own_directories(job: Job) -> list[str]:
-    """Return which of `shm` and `local` have a directory of the job."""
+    """Return for which of `shm` and `local` the job has its own directory."""
     used = [*(job.command or ()), *job.args, *job.environment.variables.values()]
     used += [entry.source for entry in job.collect]
     names = {name for text in used for name in PLACEHOLDER.findall(text)}
@@ -381,7 +382,7 @@ def _checkpoint_directory(job: Job) -> template.Raw | None:
 
 
 def _needed_variables(job: Job) -> list[str]:
-    """Return the variables of `{env.NAME}` that `environment.variables` has not set by then."""
+    """Return the variables of `{env.NAME}` that `environment.variables` has not yet set."""
     needed: dict[str, None] = {}
     known: set[str] = set()
     words = [*(job.command or ()), *job.args]
@@ -391,8 +392,8 @@ def _needed_variables(job: Job) -> list[str]:
             for name in PLACEHOLDER.findall(text)
             if name.startswith("env.")
         ]
-        # Variables are exported in order: one may use `{env.NAME}` of an earlier one, while its own
-        # name and those of later ones must come from the environment.
+        # Variables are exported in order: one may use `{env.NAME}` of an earlier one, but its own
+        # name and later ones must come from the environment.
         needed |= dict.fromkeys(name for name in names if name not in known)
         known.add(variable)
     return list(needed)
@@ -426,7 +427,7 @@ def _container(
     targets = [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
     saved = job.checkpoint
     shared = [("checkpoint.directory", saved.directory)] * (saved.enabled and saved.is_shared)
-    # Colons and commas separate the parts of a mount option: such a path would be cut apart.
+    # Colons and commas separate the parts of a mount option and would split such a path.
     for field, path in code + targets + shared:
         if ":" in path or "," in path:
             message = "must have neither colon nor comma if the ranks run in a container"
@@ -437,8 +438,8 @@ def _container(
     names = [f"stage.{stage.name}" for stage in job.stage]
     names += [f"{name}.dir" for name in _own_directories(job)]
     names += ["checkpoint.dir"] * bool(shared)  # any other is in the run's directory
-    # Mounted at the same paths inside, so that an argument with a path means the same with and
-    # without a container.
+    # Mount at the same paths, so that an argument with a path means the same inside and outside of
+    # the container.
     staged = [f"${template.variable(name)}" for name in names]
     own = ["$hpml_submission", "$HPML_RUN_DIR"]
     if container.engine == "apptainer":

@@ -1,4 +1,4 @@
-"""The template layer: Jinja2, with every value shell-quoted on its way out."""
+"""The template layer: Jinja2 with automatic shell quoting of every value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
-_LINE = 100  # columns of a command's lines
+_LINE = 100  # maximum width of a command's lines
 _EXTENDS_HINT = "{% extends %} knows hpml's own templates as hpml/NAME.sh.j2"
 _BREAK = " \\\n  "
 _VARIABLES = {
@@ -30,29 +30,29 @@ _VARIABLES = {
 
 
 class Raw(str):
-    """Text that is shell code already: made by this room, or `environment.setup`."""
+    """Text that already is shell code: from this package, or `environment.setup`."""
 
     __slots__ = ()
 
 
 def quote(value: object) -> Raw:
-    """Return a value as one shell word for exactly that text."""
-    # Quoting twice would pass the quotes on to the program as text.
+    """Return a value as one shell word that stands for exactly that text."""
+    # Quoting twice would pass the quotes to the program as text.
     if isinstance(value, Raw):
         return value
     return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it
 
 
 def in_quotes(text: str) -> str:
-    """Return a text escaped for use between double quotes."""
+    """Escape a text for use between double quotes."""
     return re.sub(r'[\\"$`]', r"\\\g<0>", text)
 
 
 def directive(value: object) -> Raw:
-    """Return text without any special character, as `#SBATCH` lines need it.
+    """Return a text without special characters, as `#SBATCH` lines require.
 
     Raises:
-        ValueError: it has one.
+        ValueError: it contains one.
     """
     text = str(value)
     if not _DIRECTIVE.fullmatch(text):
@@ -61,10 +61,9 @@ def directive(value: object) -> Raw:
 
 
 def word(value: object, late: str = "\0") -> Raw:
-    """Return a value as one shell word; `{stage.NAME}`, `{env.HOME}` become variables.
+    """Return a value as one shell word; `{stage.NAME}` and `{env.HOME}` become variables.
 
-    Placeholders that begin with `late` stay: the variable is not known yet.
-
+    Placeholders that begin with `late` stay: their variables are not known yet.
     >>> print(word("--data={stage.digits}/train it"))
     --data="$HPML_STAGE_DIGITS"'/train it'
     >>> print(word("{run.id}{env.HOME}{{run.id}}"))
@@ -72,7 +71,7 @@ def word(value: object, late: str = "\0") -> Raw:
     """
     if isinstance(value, Raw):
         return value
-    # `split` with a group alternates: even parts are text, odd ones placeholders.
+    # `split` with a group alternates: even parts are text, odd parts are placeholders.
     parts = PLACEHOLDER.split(str(value))
     shell = [
         shlex.quote(f"{{{part}}}" if part.startswith(late) else unescaped(part))
@@ -85,7 +84,7 @@ def word(value: object, late: str = "\0") -> Raw:
 
 
 def fill(words: Iterable[Raw]) -> Raw:
-    """Return shell words as one command, filled into lines."""
+    """Join shell words to one command, wrapped into lines."""
     lines: list[str] = []
     for text in words:
         if lines and len(lines[-1]) + len(text) < _LINE:
@@ -123,18 +122,18 @@ def variable(placeholder: str) -> str:
 class ScriptEnvironment(jinja2.Environment):
     """Renders sbatch templates, hpml's own and users'."""
 
-    # super(), a macro and a set block return shell code whose values are quoted already. Without
-    # this they would come back as plain text and be quoted as one word.
+    # super(), a macro and a set block return shell code whose values are already quoted. Without
+    # this they would return plain text, and be quoted as one word.
     concat = staticmethod(lambda parts: Raw("".join(parts)))
 
     def __init__(self, loader: jinja2.BaseLoader) -> None:
         super().__init__(
             loader=loader,
-            # A misspelt variable in a user's template must fail here. An empty text would render as
-            # a script that runs, with an argument missing.
+            # A misspelt variable in a user's template must fail here. As an empty text it would
+            # render a script that runs, but lacks an argument.
             undefined=jinja2.StrictUndefined,
-            # Safe by default: every expression passes through here, also in templates of users who
-            # never think of quoting.
+            # Safe by default: this quotes every expression, also in templates of users who never
+            # think of quoting.
             finalize=quote,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -151,7 +150,7 @@ def own_directory() -> str:
 
 @functools.cache
 def environment(directory: str | None = None) -> ScriptEnvironment:
-    """Return the environment of hpml's own templates, or of a user's in front of them.
+    """Return the environment for hpml's own templates, or for a user's directory before them.
 
     A user's template of the same name wins; `hpml/NAME.sh.j2` is always hpml's, to extend it.
 
@@ -164,7 +163,7 @@ def environment(directory: str | None = None) -> ScriptEnvironment:
     if not os.access(directory, os.R_OK | os.X_OK) or not os.path.isdir(directory):
         raise InputError("does not exist, or is not readable", field="templates", value=directory)
     # A user's `torchrun.sh.j2` hides hpml's file of that name. The prefix keeps the original
-    # reachable, so that it can be extended.
+    # available, so that it can be extended.
     prefixed = jinja2.PrefixLoader({"hpml": own})
     return ScriptEnvironment(
         jinja2.ChoiceLoader([prefixed, jinja2.FileSystemLoader(directory), own])
@@ -177,10 +176,10 @@ def render_template(name: str, context: Mapping[str, object], directory: str | N
     Args:
         name: such as `torchrun.sh.j2`.
         context: its variables.
-        directory: of the user's templates, if there are some.
+        directory: directory of the user's templates, if any.
 
     Raises:
-        InputError: a user's template is at fault; names its file and line.
+        InputError: a user's template is wrong; names its file and line.
     """
     made = environment(directory)
     try:
@@ -199,7 +198,7 @@ def _fault(error: Exception, directory: str, name: str) -> InputError:
     if isinstance(error, jinja2.TemplateSyntaxError):
         place, kind = f"{error.filename or place}:{error.lineno}", ""
     frame = error.__traceback__
-    while frame is not None:  # the last match is the innermost line of a template
+    while frame is not None:  # the last match is the innermost template line
         file = frame.tb_frame.f_code.co_filename
         if file.startswith(os.path.join(directory, "")):
             place = f"{file}:{frame.tb_lineno}"

@@ -1,1 +1,1 @@
-"""The site profile of a cluster: write one, find the one that counts, check the installation."""
+"""The site profile of a cluster: write it, find the one that applies, check the installation."""

@@ -51,9 +51,9 @@ class DoctorFinding:
     """One thing that was checked."""
 
     check: str
-    result: str  # `ok`, `none` (absent, and hpml works without), `warning`, or `missing`
+    result: str  # `ok`, `none` (absent, but not needed), `warning`, or `missing`
     found: str
-    hint: str = ""  # what to do, where something is missing or does not fit
+    hint: str = ""  # what to do if something is missing or does not fit
 
     def to_json(self) -> dict[str, object]:
         """Return the finding for programs."""
@@ -65,11 +65,10 @@ def examine(store: Store, *, site: str = "") -> list[DoctorFinding]:
 
     Args:
         store: where records live.
-        site: the site profile that was chosen by name, if any.
+        site: site profile that was chosen by name, if any.
     """
     interpreter = own_interpreter()
-    # The nodes start it in just this way, without site-packages; `zipimport` is what reads the
-    # archive.
+    # The nodes start it exactly like this, without site-packages; `zipimport` reads the archive.
     starts = _output([interpreter, "-I", "-S", "-c", "import json, zipimport"]) is not None
     bash = _output(["bash", "-c", "echo $BASH_VERSION"])
     git = _output(["git", "--version"])
@@ -157,8 +156,7 @@ def _slurm() -> list[DoctorFinding]:
     if absent:
         return [_slurm_fault(f"not on PATH: {', '.join(absent)}", "load Slurm's module")]
     try:
-        # Before any command of Slurm's: without a configuration each of them would retry for a
-        # minute.
+        # Before any Slurm command: without a configuration each of them would retry for a minute.
         check_configuration("scontrol", os.environ)
     except ConfigurationMissing as error:
         return [_slurm_fault(error.message, error.hint)]
@@ -188,7 +186,7 @@ def _slurm_fault(found: str, hint: str) -> DoctorFinding:
 
 
 def _torch(*, has_gpus: bool) -> DoctorFinding:
-    """Return PyTorch's build of the Python that a job would take from this shell."""
+    """Check the PyTorch build of the Python that a job started from this shell would use."""
     python = shutil.which("python") or shutil.which("python3") or sys.executable
     build = json.loads(_output([python, "-c", READ_BUILD]) or "null")
     if not build:

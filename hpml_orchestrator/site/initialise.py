@@ -1,4 +1,4 @@
-"""`hpml init`: ask the cluster, probe its nodes if asked to, and write the site profile."""
+"""`hpml init`: query the cluster, optionally probe its nodes, and write the site profile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # The text of a site profile: a pure function of what a cluster reports and probes found.
 #
-# `templates/site-profile.txt` is what every profile has; this fills it with sections in TOML.
+# `templates/site-profile.txt` has the parts of every profile; this adds sections in TOML.
 
 _WIDTH = 98
 _SHOWN_OUT = 5
@@ -53,14 +53,14 @@ rename = "--gres=gpu:{item}"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a profile is written from, besides the cluster."""
+    """What a profile is written from, in addition to the cluster."""
 
     version: str = "(unknown)"  # of hpml
     writer: str = "(unknown)"  # such as `ada@login1`
     when: str = "(unknown)"
-    # By kind of node, what a probe found, or why there is none; empty without probes.
+    # Results of probes, or the reason why there is none, by kind of node; empty without probes.
     probes: Mapping[str, NodeProbe | str] = field(default_factory=dict)
-    # By kind of node, its topology file, relative to the profile.
+    # Topology files, relative to the profile, by kind of node.
     topologies: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -192,8 +192,8 @@ def _paths(cluster: Cluster, origin: Origin) -> str:
     if not is_plain or not text:
         return _off("scratch", "$LOCAL_SCRATCH")
     has_disk = any(node.tmp_disk_mib for node in cluster.nodes)
-    # A probe knows the disks better than TmpFS, and without TmpDisk nothing says that there is a
-    # disk: then it is only proposed, in a comment.
+    # A probe knows the disks better than TmpFS. Without TmpDisk nothing shows that there is a disk:
+    # then only propose it, in a comment.
     return text if has_disk and not origin.probes else f"#{text}"
 
 
@@ -312,7 +312,7 @@ def _probe_remark(probe: NodeProbe) -> str:
 
 
 def _resources(cluster: Cluster) -> str:
-    """Return the default partition of jobs: set if there is only one, else proposed."""
+    """Return jobs' default partition: set if there is only one, else proposed in a comment."""
     names = [partition.name for partition in cluster.partitions if _is_word(partition.name)]
     if cluster.default_partition is not None or not names:
         return ""
@@ -323,7 +323,7 @@ def _resources(cluster: Cluster) -> str:
 
 
 def _account(cluster: Cluster) -> str:
-    """Return the default account of jobs: set if there is only one, else proposed."""
+    """Return jobs' default account: set if there is only one, else proposed in a comment."""
     user = cluster.user or "this user"
     if cluster.associations is None:
         return _remark("Accounts: Slurm's accounting did not answer.")
@@ -346,17 +346,17 @@ _REFUSALS_SHOWN = 4
 
 @dataclass(frozen=True)
 class ProfileDraft:
-    """A site profile, written or to be written."""
+    """A site profile, before or after it is written."""
 
-    cluster: Cluster  # what it was made of
+    cluster: Cluster  # what it was made from
     groups: Sequence[NodeGroup]
     text: str
-    # By kind of node, what a probe found, or why there is none.
+    # Results of probes, or the reason why there is none, by kind of node.
     probes: Mapping[str, NodeProbe | str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # topologies: relative path -> text
 
     def to_json(self) -> dict[str, object]:
-        """Return what was found, for programs."""
+        """Return the results for programs."""
         limits, default = self.cluster.limits, self.cluster.default_partition
         return {
             "cluster": limits.cluster,
@@ -382,7 +382,7 @@ class ProfileDraft:
         return None if found is None else list(dict.fromkeys(one.account for one in found))
 
     def lines(self) -> list[str]:
-        """Return what was found, for people: a few lines."""
+        """Return the results for people: a few lines."""
         cluster, limits = self.cluster, self.cluster.limits
         partitions = [
             partition.name if partition.state == "UP" else f"{partition.name} ({partition.state})"
@@ -428,12 +428,12 @@ def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[s
 
     Args:
         output: a path; empty for `hpml.toml` in the current directory.
-        user: whether it is the user's own, for all projects; its directory is made.
+        user: whether it is the user's own, for all projects; its directory is created.
         force: whether an existing file may be replaced.
-        environment: of the process.
+        environment: environment of the process.
 
     Raises:
-        InputError: there is a file already, or no directory to write to.
+        InputError: the file already exists, or there is no directory to write to.
     """
     if user and output:
         raise InputError("give one of --user and --output", field="--output", value=output)
@@ -467,20 +467,20 @@ def initialise(
     when: str,
     look: Path | None = None,
 ) -> ProfileDraft:
-    """Ask the cluster and return its profile; nothing is written yet.
+    """Query the cluster and return its profile; nothing is written yet.
 
     Args:
         run: starts commands.
-        environment: of the process.
-        writer: who asks, such as `ada@login1`.
+        environment: environment of the process.
+        writer: author of the profile, such as `ada@login1`.
         when: the date, as text.
-        look: directory of the records, to probe a node of each kind with a short srun.
+        look: directory of the records; if given, probe a node of each kind with a short srun.
 
     Raises:
         NotFoundError: there is no Slurm here.
         SchedulerUnavailable: it does not answer.
-        SchedulerError: it does not show this user its partitions, or has names that no profile
-            can hold.
+        SchedulerError: it shows this user no partitions, or has names that a profile cannot
+            contain.
     """
     try:
         cluster = read_cluster(run)
@@ -510,8 +510,8 @@ def initialise(
     names = {kind: f"topology/{kind}.xml" for kind in topologies}
     text = profile_text(cluster, Origin(__version__, writer, when, probes, names), groups)
     try:
-        # Read back what was written, before anybody relies on it: a cluster may have names that no
-        # profile can hold.
+        # Read the text back before anybody relies on it: a cluster may have names that no profile
+        # can contain.
         Site.model_validate(tomllib.loads(text))
     except ValidationError as error:
         problem = error.errors()[0]
@@ -525,11 +525,11 @@ def save(profile: ProfileDraft, path: Path, *, force: bool = False) -> list[Path
     """Write the topology files and then the profile; return their paths.
 
     Raises:
-        InputError: a file exists already and `force` is not given, or cannot be written.
+        InputError: a file already exists and `force` is not given, or cannot be written.
     """
     files = {path.parent / name: text for name, text in profile.files.items()}
-    # The profile comes last, because it names the topology files: an interrupted write leaves none
-    # that points to missing ones.
+    # Write the profile last, because it names the topology files: after an interruption none
+    # refers to missing files.
     files[path] = profile.text
     for place, text in files.items():
         _refuse_existing(place, force=force)

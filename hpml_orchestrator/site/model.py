@@ -1,4 +1,4 @@
-"""The site profile: what a cluster has, what it wants, and the defaults of its jobs."""
+"""The site profile: a cluster's properties, its rules, and the defaults of its jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hpml_orchestrator.records.units import (
     matching,
 )
 
-# Texts of site profiles, with their patterns.
+# Field types of site profiles, with their patterns.
 
 
 def _web_address(value: str) -> str:
@@ -85,12 +85,12 @@ WebAddress = Annotated[
 NEEDED_DIRECTIVES = frozenset(
     {"chdir", "output", "export", "parsable", "array", "open-mode", "job-name"}
 )
-"""Options that a submission cannot do without: hpml finds its jobs and their output by them."""
+"""Options that a submission needs: hpml finds its jobs and their output by them."""
 
 PER_JOB = frozenset(
     {"name", "array", "after", "script", "module", "command", "args", "workdir", "stage"}
 )
-"""Fields of a job file that have no default in a site profile."""
+"""Fields of a job file that cannot have a default in a site profile."""
 
 
 def _not_true(value: object) -> object:
@@ -121,19 +121,19 @@ Interfaces = Annotated[list[InterfaceName], Field(max_length=64)]
 class DirectiveRule(Model):
     """A rule for one sbatch option: one of forbid, omit, rename and default.
 
-    A rule with none of them cancels the rule of a weaker profile.
+    A rule with none of them cancels the rule of a profile with lower precedence.
     """
 
     forbid: Line | None = None
-    """Why no job may ask for it: the error message of a job that does. An option that only hpml
-    would add is left out."""
+    """Why no job may use the option: the error message of a job that does. If only hpml would add
+    the option, it is left out."""
     omit: values.Flag = False
     """Whether to leave the option out silently."""
     rename: Renamed | None = None
     """Option to write instead, such as `--gres=gpu:{value}`: `{value}` is the value, `{item}` each
     part of a comma-separated one."""
     default: DirectiveValue | None = None
-    """Value if a job does not ask for the option; `''` for an option without a value."""
+    """Value if a job does not set the option; `''` for an option without a value."""
 
     @model_validator(mode="after")
     def _one(self) -> DirectiveRule:
@@ -155,21 +155,21 @@ class Paths(Model):
     """Where data is staged on the nodes."""
 
     scratch: NodePath | None = None
-    """Local disk, for `target: local`: an absolute path, or a variable of the job and a path below
-    it, such as `$LOCAL_SCRATCH`; default: `$SLURM_TMPDIR`, `$TMPDIR` or `/tmp`."""
+    """Local disk, for `target: local`: an absolute path, or a variable of the job followed by a
+    path, such as `$LOCAL_SCRATCH`; default: `$SLURM_TMPDIR`, `$TMPDIR` or `/tmp`."""
     ram: NodePath | None = None
     """Directory in RAM, for `target: shm`; default: `/dev/shm`."""
 
 
 class NodeType(Paths):
-    """Nodes that are alike."""
+    """Nodes with the same properties."""
 
     nodes: Line | None = None
     """Node list, such as `gpu[01-16]`."""
     count: Count | None = None
-    """How many nodes there are."""
+    """Number of nodes."""
     cpus: Count | None = None
-    """CPUs that jobs can have, per node."""
+    """CPUs per node that jobs can use."""
     sockets: Count | None = None
     """Sockets per node."""
     cores_per_socket: Count | None = None
@@ -177,7 +177,7 @@ class NodeType(Paths):
     threads_per_core: Count | None = None
     """Hardware threads per core."""
     memory: Memory | None = None
-    """Memory that jobs can have, per node."""
+    """Memory per node that jobs can use."""
     gpus: values.GpuRequest = Field(default=NO_GPUS, json_schema_extra={"default": "0"})
     """GPUs per node, such as `a100:4`."""
     local_disk: Memory | None = None
@@ -195,17 +195,17 @@ class SitePartition(Model):
     """One partition and its limits."""
 
     default: values.Flag = False
-    """Whether jobs that name no partition go there; at most one partition."""
+    """Whether it is the default partition; at most one is."""
     node_types: Names = Field(default=[])
-    """Node types in it, by name."""
+    """Names of the node types in it."""
     nodes: Count | None = None
-    """How many nodes it has."""
+    """Number of its nodes."""
     max_nodes: Count | None = None
     """Maximum nodes per job."""
     max_time: Duration | None = None
     """Longest time limit."""
     default_time: Duration | None = None
-    """Time limit of jobs that ask for none."""
+    """Time limit of jobs that set none."""
     max_cpus_per_node: Count | None = None
     """Maximum CPUs per node."""
     max_memory_per_node: Memory | None = None
@@ -219,27 +219,28 @@ class SitePartition(Model):
 
 
 class Staging(Model):
-    """Speed of the shared file system, and limits that spare it."""
+    """Speed of the shared file system, and limits that protect it."""
 
     opens_per_second: PositiveInt | None = None
-    """Maximum files that one node opens per second while staging."""
+    """Maximum number of files that one node opens per second while staging."""
     opens_per_second_per_job: PositiveInt | None = None
-    """Maximum files that all nodes of a job open per second, divided evenly."""
+    """Maximum number of files that all nodes of a job open per second, divided evenly."""
     array_jitter: Annotated[int, values.Between(0, 86_400)] | None = None
     """Maximum seconds over which the tasks of an array spread the start of staging: half a second
-    per task, up to this."""
+    per task, up to this value."""
     shared_rate: Memory | None = None
-    """Bytes per second that the shared file system reads for all nodes together, such as `20G`."""
+    """Bytes per second that the shared file system delivers to all nodes together, such as
+    `20G`."""
     metadata_rate: PositiveInt | None = None
-    """Files per second that it opens for all nodes together."""
+    """Files per second that the shared file system opens for all nodes together."""
     link_rate: Memory | None = None
     """Bytes per second between two nodes, such as `10G`."""
     disk_rate: Memory | None = None
-    """Bytes per second that a node's local disk writes, such as `2G`."""
+    """Bytes per second that a node can write to its local disk, such as `2G`."""
 
 
 class Limits(Model):
-    """What holds for the whole cluster."""
+    """Limits of the whole cluster."""
 
     max_array_size: Count | None = None
     """One more than the largest array index."""
@@ -248,11 +249,12 @@ class Limits(Model):
 
 
 class Monitoring(Model):
-    """Where the metrics of jobs are shown and stored."""
+    """Where to see the metrics of jobs."""
 
     dashboards: WebAddress | None = None
-    """Address of the Grafana, or of the viewer, that has hpml's dashboards; `hpml show` prints a
-    link to each job there."""
+    """Address of the Grafana, or of the viewer, with hpml's dashboards; `hpml show` prints a link
+    to
+    each job there."""
     prometheus: WebAddress | None = None
     """Address of the Prometheus that scrapes the exporters, for `hpml top`."""
 
@@ -261,25 +263,25 @@ class Site(Model):
     """A cluster, and the defaults of its jobs."""
 
     schema_version: Annotated[Literal[1], BeforeValidator(_not_true)] = 1
-    """Version of the file format."""
+    """Version of this file format."""
     cluster: values.PlainWord | None = None
     """Slurm's ClusterName."""
     slurm: values.PlainWord | None = None
     """Slurm's version, such as 22.05.8."""
     backend: Literal["auto", "slurm", "local"] = "auto"
-    """Where jobs run without `--local` and `--backend`: `local` is the machine where hpml is
-    called. `auto` is Slurm if sbatch is on PATH."""
+    """Where jobs run without `--local` and `--backend`; `local` is the machine on which you run
+    hpml, `auto` is Slurm if sbatch is on PATH."""
     requeue: Requeue = "auto"
-    """Whether jobs may be requeued, so that a run with `checkpoint` keeps its job id.
-    `auto` tries it. With `no`, and where Slurm refuses it, the job submits its continuation."""
+    """Whether jobs may be requeued, so that a run with `checkpoint` keeps its job id. `auto` tries
+    it. With `no`, or if Slurm refuses it, the job submits its continuation."""
     paths: Paths = Paths()
     """Where data is staged on all nodes."""
     staging: Staging = Staging()
     """Speed and limits of the shared file system."""
     monitoring: Monitoring = Monitoring()
-    """Where the metrics of jobs are shown and stored."""
+    """Where to see the metrics of jobs."""
     interfaces: Interfaces = Field(default=[])
-    """Network interfaces between nodes, where node types name none."""
+    """Network interfaces between nodes, if node types name none."""
     modules: Annotated[list[values.ModuleName], Field(max_length=MAX_LIST)] = Field(default=[])
     """Environment modules of the cluster, for reference."""
     limits: Limits = Limits()
@@ -287,11 +289,11 @@ class Site(Model):
     partitions: Annotated[dict[values.PlainWord, SitePartition], Field(max_length=MAX_LIST)] = (
         Field(default={})
     )
-    """Partitions by name."""
+    """Partitions, by name."""
     node_types: Annotated[dict[values.PlainWord, NodeType], Field(max_length=MAX_LIST)] = Field(
         default={}
     )
-    """Node types by name."""
+    """Node types, by name."""
     directives: Annotated[dict[OptionName, DirectiveRule], Field(max_length=MAX_LIST)] = Field(
         default={}
     )
@@ -345,13 +347,13 @@ class Site(Model):
         return self
 
     def partitions_of(self, partition: str | None) -> list[str]:
-        """Return the names of a job's partitions, comma-separated ones; the default when None."""
+        """Return the names of a job's comma-separated partitions; the default one for None."""
         if partition is not None:
             return partition.split(",")
         return [name for name, settings in self.partitions.items() if settings.default]
 
     def kinds_of(self, partition: str | None) -> dict[str, NodeType]:
-        """Return the node types that a job of a partition may land on, by name."""
+        """Return the node types that a job in a partition may get, by name."""
         return {
             kind: self.node_types[kind]
             for name in self.partitions_of(partition)
@@ -360,20 +362,20 @@ class Site(Model):
         }
 
     def node_types_of(self, partition: str | None) -> list[NodeType]:
-        """Return the node types that a job of a partition may land on."""
+        """Return the node types that a job in a partition may get."""
         return list(self.kinds_of(partition).values())
 
     def path(self, which: Literal["scratch", "ram"], partition: str | None) -> str | None:
-        """Return where jobs of a partition stage to, None if the profile does not say.
+        """Return where jobs in a partition stage data; None if the profile does not specify it.
 
-        If the partition's node types differ, the path for all nodes counts.
+        If the partition's node types differ, the path for all nodes applies.
         """
         paths = {getattr(kind, which) for kind in self.node_types_of(partition)}
         common: str | None = getattr(self.paths, which)
         return paths.pop() or common if len(paths) == 1 else common
 
     def interfaces_of(self, partition: str | None) -> list[str]:
-        """Return the network interfaces for jobs of a partition; empty if there are none."""
+        """Return the network interfaces for jobs in a partition; empty if unknown."""
         interfaces = {tuple(kind.interfaces) for kind in self.node_types_of(partition)}
         return list(
             interfaces.pop() or self.interfaces if len(interfaces) == 1 else self.interfaces
@@ -382,11 +384,11 @@ class Site(Model):
 
 @dataclass(frozen=True)
 class ResolvedSite:
-    """A site profile, complete.
+    """A complete site profile.
 
     Attributes:
         site: the profile; every path in it is absolute.
-        sources: the files that it came from, the weakest first.
+        sources: the files that it came from, lowest precedence first.
         origins: dotted field -> the file that it came from.
     """
 
@@ -395,7 +397,7 @@ class ResolvedSite:
     origins: Mapping[str, Path] = field(default_factory=dict)
 
     def origin(self, name: str) -> Path | None:
-        """Return the file that a field came from; the strongest one if its parts have several."""
+        """Return the file that a field came from; if its parts differ, the one that wins."""
         if name in self.origins:
             return self.origins[name]
         files = {path for given, path in self.origins.items() if overlaps(given, name)}
@@ -409,19 +411,19 @@ class ResolvedSite:
 
 
 def load_site(paths: list[Path]) -> ResolvedSite:
-    """Load profiles, each laid over those before it.
+    """Load profiles, each overriding those before it.
 
     Raises:
-        NotFoundError: the file does not exist.
-        InputError: something in one is wrong; every finding is named with its field and file.
+        NotFoundError: a file does not exist.
+        InputError: something in one is wrong; names field and file of every problem.
     """
     data: dict[str, object] = {}
     origins: dict[str, Path] = {}
     for path in paths:
         fields = read_mapping(path, "site profile")
         _make_absolute(fields, path.parent)
-        # A rule replaces the weaker profile's rule as a whole. Joined key by key, `forbid` of one
-        # file and `rename` of another would be a rule that nobody wrote.
+        # A rule replaces the other profile's rule as a whole. Merged key by key, `forbid` of one
+        # file and `rename` of another would form a rule that nobody wrote.
         data = merged(data, fields, whole="directives")
         given = leaves(fields, empty=False)
         origins = {
@@ -438,8 +440,8 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     defaults = data.get("defaults")
     if isinstance(defaults, dict):
         fields = {name: value for name, value in defaults.items() if name not in PER_JOB}
-        # The defaults of a site are fields of a job. Validate them as one now, so that their
-        # fault names this profile instead of a user's job file.
+        # A site's defaults are fields of a job. Validate them as one now, so that an error names
+        # this profile instead of a user's job file.
         problems += wrong_fields({"name": "site", "command": ["true"], **fields}, "defaults.")
     if problems:
         field = problems[0].field

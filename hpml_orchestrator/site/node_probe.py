@@ -1,4 +1,4 @@
-"""Probe of a node: parse the output of the shell program `templates/look.sh`."""
+"""Probe a node: build the probe's command, and parse the output of `templates/look.sh`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class ScratchDirectory:
 
     @property
     def in_ram(self) -> bool:
-        """Whether it takes memory, not disk."""
+        """Whether it uses memory instead of disk."""
         return self.filesystem in _MEMORY
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes may see it too."""
+        """Whether other nodes may also see it."""
         return not is_own_type(self.filesystem)
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface that is up; speed in Mbit/s, 0 where the kernel does not know it."""
+    """A network interface that is up; speed in Mbit/s, 0 if the kernel does not report it."""
 
     name: str
     speed_mbps: int
@@ -54,19 +54,19 @@ class NodeProbe:
 
     host: str
     places: tuple[ScratchDirectory, ...] = ()  # directories for temporary data
-    interfaces: tuple[Interface, ...] = ()  # the best first
+    interfaces: tuple[Interface, ...] = ()  # best first
     modules: tuple[str, ...] | None = None  # None without a `module` command
     topology: str = ""  # hwloc XML of version 2
-    sees_records: bool | None = None  # None if it was not asked
+    sees_records: bool | None = None  # None if not probed
 
     @property
     def network(self) -> tuple[str, ...]:
-        """Names of the interfaces that have an address, the best first."""
+        """Names of the interfaces that have an address, best first."""
         return tuple(interface.name for interface in self.interfaces if interface.addressed)
 
     @property
     def scratch(self) -> ScratchDirectory | None:
-        """The local directory to stage to, unless hpml uses it by default.
+        """The local directory for staging, unless hpml uses it by default.
 
         A job's own directory comes before Slurm's TmpFS, and that before the largest disk.
         """
@@ -89,15 +89,15 @@ class NodeProbe:
 
 
 def command(tmp_fs: str, *, topology: bool, token: str = "") -> list[str]:
-    """Return the command of the probe as an argument list; `token` is a new file beside records."""
+    """Return the probe's command as an argument list; `token` is a new file next to records."""
     script = assets.path("templates/look.sh").read_text("utf-8")
     return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else "", token]
 
 
 def parse(text: str) -> NodeProbe | None:
-    """Return the result of a probe; None if its output is not complete."""
-    # Both markers must be there: srun may be killed by its time limit, and half an answer would
-    # look like a node with fewer disks and networks. Prologs may print around it.
+    """Return the result of a probe; None if its output is incomplete."""
+    # Require both markers: srun may be killed by its time limit, and half an answer would look like
+    # a node with fewer disks and networks. Prologs may print other lines around it.
     match = re.search(rf"^{_BEGIN}\n(.*?){_END}$", text, re.DOTALL | re.MULTILINE)
     if match is None:
         return None
@@ -116,7 +116,7 @@ def parse(text: str) -> NodeProbe | None:
                 place = ScratchDirectory(name, path, kind, int(total), int(free), writable == "yes")
                 places.setdefault(path, place)
             case ["interface", name, speed, kind, addressed]:
-                mbps = int(speed) if speed.isdecimal() else 0  # -1: not known
+                mbps = int(speed) if speed.isdecimal() else 0  # -1: unknown
                 interfaces.append(Interface(name, mbps, kind == _INFINIBAND, addressed == "yes"))
             case ["module", module]:
                 modules.append(re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", module.strip()))

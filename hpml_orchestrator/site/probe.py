@@ -1,4 +1,4 @@
-"""Probe a cluster's nodes."""
+"""Probe a cluster's nodes: one idle node of each kind."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Gres, Node
     from hpml_orchestrator.scheduler.command import Runner
 
-# Group the nodes of a cluster by equal hardware, and give each kind a name.
+# Group a cluster's nodes by equal hardware, and name each kind.
 
 _MAX_KINDS = 64
-"""Above this number of kinds features are ignored, then disks and memory."""
+"""With more kinds than this, ignore features, then disks and memory."""
 
 _DIFFERING: dict[str, Callable[[Node], Hashable]] = {
     "features": lambda node: node.features,
@@ -42,12 +42,12 @@ _DIFFERING: dict[str, Callable[[Node], Hashable]] = {
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike."""
+    """Nodes of one kind."""
 
     name: str  # such as `a100x4`, `cpu`, `a100x4-2`
     nodes: tuple[Node, ...]  # in the cluster's order
-    sample: Node  # with what all of them have: the least memory and disk, common features
-    uneven: tuple[str, ...] = ()  # what differs within the group all the same, such as `memory`
+    sample: Node  # what all have: least memory and disk, common features
+    uneven: tuple[str, ...] = ()  # what still differs within the group, such as `memory`
 
     @property
     def gpus(self) -> tuple[Gres, ...]:
@@ -61,9 +61,10 @@ class NodeGroup:
 
 
 def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
-    """Return the kinds of nodes, those with GPUs and the larger ones first.
+    """Return the kinds of nodes, starting with those with GPUs and the largest.
 
-    Nodes are alike if sockets, cores, threads, CPUs, GPUs, memory, local disk and features are
+    Nodes are of one kind if sockets, cores, threads, CPUs, GPUs, memory, local disk and features
+    are
     equal; some of these are ignored if there would be more than 64 kinds.
     """
     comparisons: tuple[Callable[[Node], Hashable], ...] = (
@@ -72,8 +73,8 @@ def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
         _hardware,
         _gpus,
     )
-    # Features may name each rack or switch, so they are the first to be ignored: 1,000 nodes must
-    # not become 1,000 kinds.
+    # Features may name each rack or switch, so ignore them first: 1,000 nodes must not become
+    # 1,000 kinds.
     for same in comparisons:
         kinds: dict[Hashable, list[Node]] = {}
         for node in cluster.nodes:
@@ -94,12 +95,12 @@ def fold(names: Iterable[str]) -> str:
     listed = sorted(names)
     try:
         return model.fold(listed)
-    except InputError:  # names that no host has
+    except InputError:  # not valid as host names
         return ",".join(listed)
 
 
 def gpu_text(gpus: Sequence[Gres]) -> str:
-    """Return GPUs as a job file names them; their number if it cannot name their types."""
+    """Return GPUs as in a job file, or only their number if a job file cannot name their types."""
     typed = ",".join(f"{gres.kind}:{gres.count}" if gres.kind else f"{gres.count}" for gres in gpus)
     try:
         return str(units.parse_gpus(typed))
@@ -118,7 +119,7 @@ def _hardware(node: Node) -> tuple[Hashable, ...]:
 def _group(nodes: list[Node], taken: set[str]) -> NodeGroup:
     uneven = [name for name, value in _DIFFERING.items() if len(set(map(value, nodes))) > 1]
     sample = min(nodes, key=lambda node: (node.gpus(), node.cpus, node.memory_mib))
-    # A profile promises what each node of a kind has, so the least counts.
+    # A profile states what every node of a kind has, so take the minimum.
     sample = replace(
         sample,
         memory_mib=min(node.memory_mib for node in nodes),
@@ -153,9 +154,9 @@ def probe(
     env: Mapping[str, str],
     records: Path,
 ) -> dict[str, node_probe.NodeProbe | str]:
-    """Probe one idle node of each kind: kind -> the result, or why there is none.
+    """Probe one idle node of each kind; return the result, or why there is none, by kind.
 
-    All of `env` travels to the node, which should see the directory of the records.
+    All of `env` reaches the node, which should see the directory of the records.
     """
     token = records / f"hpml-probe-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ def probe(
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = list(pool.map(partial(_probe, cluster, run=run, env=env, token=token), groups))
     except BaseException:
-        _cancel(token.name, run, env)  # after Ctrl-C no probe may stay in the queue
+        _cancel(token.name, run, env)  # leave no probe in the queue after Ctrl-C
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -176,7 +177,7 @@ def probe(
 def _probe(
     cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], token: Path
 ) -> node_probe.NodeProbe | str:
-    # srun would wait in the queue for any other node, and a user waits for srun.
+    # For any other node srun would wait in the queue, and the user would wait for srun.
     idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
     node = next(idle, None)
     if node is None:
@@ -206,14 +207,14 @@ def _probe(
         reason = f"srun ended with status {done.returncode}"
         if lines:
             reason = _short(lines[-1].removeprefix("srun: ").removeprefix("error: "))
-        # The step ran and failed on the node: other partitions or a GPU would not help.
+        # The step ran and failed on the node: another partition or a GPU would not help.
         if "Unable to allocate" not in done.stderr and "error" not in done.stderr:
             break
     return reason
 
 
 def _attempts(cluster: Cluster, group: NodeGroup, node: Node) -> list[list[str]]:
-    """Return options to try in turn: the node's partitions, then with a GPU, as some sites want."""
+    """Return options to try in turn: the node's partitions, then with a GPU (some sites)."""
     partitions = [
         f"--partition={partition.name}"
         for partition in sorted(cluster.partitions, key=lambda partition: not partition.default)
@@ -226,7 +227,7 @@ def _attempts(cluster: Cluster, group: NodeGroup, node: Node) -> list[list[str]]
 
 
 def _cancel(name: str, run: Runner, env: Mapping[str, str]) -> None:
-    with contextlib.suppress(HpmlError):  # its time limit of one minute ends it all the same
+    with contextlib.suppress(HpmlError):  # its time limit of one minute ends it anyway
         run.run(["scancel", "--quiet", f"--name={name}"], env=env, timeout=_TIMEOUT_SECONDS)
 
 

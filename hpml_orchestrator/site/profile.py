@@ -1,6 +1,6 @@
-"""Find the site profiles of a job file, and where data is staged on this node.
+"""Find the site profiles of a job file, and where this node stages data.
 
-The models of a profile are loaded only where there is one.
+The models of a profile are loaded only if there is one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PROJECT_NAME = "hpml.toml"
 class NodePaths(NamedTuple):
     """Where this node stages data, and the site's limits on opening files."""
 
-    ram: str  # a directory in RAM; empty for none
-    scratch: str  # one on the local disk
+    ram: str  # directory in RAM; empty for none
+    scratch: str  # directory on the local disk; empty for none
     opens_per_node: float = 0  # files per second; 0 for no limit
-    opens_per_job: float = 0  # of all `nodes` of the job together
+    opens_per_job: float = 0  # for all nodes of the job together
     nodes: int = 1
 
 
@@ -48,24 +48,24 @@ def find_profiles(
     system: str = SYSTEM_PATH,
     chosen: str = "",
 ) -> list[Path]:
-    """Return the profiles that apply to a job file, lowest precedence first; none of them is read.
+    """Return the paths of the profiles that apply to a job file, lowest precedence first.
 
-    They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
+    They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` in `$XDG_CONFIG_HOME`
     (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
     directory above it. A profile that is chosen by name applies alone; `none` means no profile.
 
-    A project's profile that belongs to a third person (neither the user, nor root, nor the job
-    file's owner), or that everybody can write to, is refused: it could change what a job runs.
+    A project's profile that belongs to anybody other than the user, root or the job file's owner,
+    or that everybody can write to, is refused: it could change what a job runs.
 
     Args:
-        job_file: the job file; no project's profile is looked for when None.
-        environment: of the process.
-        system: the system's profile.
+        job_file: the job file; None skips the project's profile.
+        environment: environment of the process.
+        system: path of the system's profile.
         chosen: the value of `--site` or `HPML_SITE`.
 
     Raises:
-        InputError: a project's profile is not trusted, one cannot be read, or the system's
-            cannot be looked for.
+        InputError: a project's profile is not trusted, a profile cannot be read, or the search for
+            the system's profile fails.
     """
     if chosen:
         return [] if chosen == "none" else [Path(os.path.abspath(os.path.expanduser(chosen)))]
@@ -84,16 +84,16 @@ def find_profiles(
 
 
 def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
-    """Return whether there is a profile; a broken link or a directory is an error."""
+    """Return whether a profile exists; a broken link or a directory is an error."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        # A shared profile that was moved away must not silently take its rules with it.
+        # If a shared profile was moved away, its rules must not silently vanish with it.
         if path.is_symlink():
             raise _unfit(path, "is a link that leads nowhere") from None
         return False
     except OSError as error:
-        # A closed directory on the way up belongs to somebody else, and so would its profile.
+        # A closed parent directory belongs to somebody else, and so would a profile in it.
         if may_be_closed and isinstance(error, PermissionError) and not os.path.islink(path):
             return False
         raise _unfit(path, f"cannot be read: {error.strerror or error}") from error
@@ -108,7 +108,7 @@ def _check_trusted(profile: Path, job_file: Path) -> None:
     with contextlib.suppress(OSError):  # a missing job file is reported elsewhere
         trusted.add(job_file.stat().st_uid)
     hint = f"if it is right, name it with `--site {profile}`; `--site none` uses no profile"
-    # A profile may name templates, and so any shell code. In a directory such as /scratch everybody
+    # A profile may name templates, and so any shell code. In a directory such as /scratch anybody
     # can put one above a colleague's job file.
     if info.st_uid not in trusted:
         problem = "belongs to somebody who is neither you, nor root, nor the job file's owner"
@@ -137,17 +137,17 @@ def site_for(
 
     Args:
         job_file: the job file; a project's profile is in its directory or above.
-        environment: of the process.
+        environment: environment of the process.
         chosen: the value of `--site` or `HPML_SITE`: a file, or `none`.
-        backend: of the job.
-        notice: takes a line about profiles that a local job does not use.
+        backend: backend of the job.
+        notice: called with a line about profiles that a local job ignores.
 
     Raises:
         NotFoundError: the chosen profile does not exist.
         InputError: a profile is wrong.
     """
     if backend == "local" and not chosen:
-        with contextlib.suppress(InputError):  # one that cannot be read is not used either
+        with contextlib.suppress(InputError):  # an unreadable profile is not used either
             unused = find_profiles(job_file, environment)
             if unused and backend_of_site(job_file, environment) != "local":
                 names = ", ".join(map(str, unused))
@@ -165,11 +165,11 @@ def site_for(
 def backend_of_site(
     job_file: str | Path | None, environment: Mapping[str, str], *, chosen: str = ""
 ) -> str:
-    """Return where jobs run by default, `slurm` or `local`; empty where no profile says.
+    """Return where jobs run by default, `slurm` or `local`; empty if no profile specifies it.
 
     Args:
         job_file: the job file.
-        environment: of the process.
+        environment: environment of the process.
         chosen: the value of `--site` or `HPML_SITE`.
 
     Raises:
@@ -184,15 +184,15 @@ def backend_of_site(
     except HpmlError:
         if found:  # without it a job for the cluster would run on this machine, or the reverse
             raise
-        # whoever uses the profile names its fault
+        # otherwise the fault is reported when the profile is used
     return found if found in ("slurm", "local") else ""
 
 
 def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> str:
-    """Return the address of the site's Prometheus; empty where the profile has none.
+    """Return the address of the site's Prometheus; empty if the profile has none.
 
     Args:
-        environment: of the process.
+        environment: environment of the process.
         chosen: the value of `--site` or `HPML_SITE`.
 
     Raises:
@@ -222,12 +222,12 @@ def topology_faults(site: ResolvedSite) -> list[InputError]:
 def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str = "") -> NodePaths:
     """Return what `shm` and `local` mean on this node, as in a job's script.
 
-    The profile's path may begin with a variable that only jobs have: outside of a job there is no
-    local directory then. Without a profile it is $SLURM_TMPDIR, $TMPDIR or /tmp.
+    The profile's path may begin with a variable that only jobs have: then there is no local
+    directory outside of a job. Without a profile it is $SLURM_TMPDIR, $TMPDIR or /tmp.
 
     Args:
         directory: the working directory; a project's profile is there or above.
-        environment: of the process.
+        environment: environment of the process.
         chosen: the value of `--site` or `HPML_SITE`: a file, or `none`.
 
     Raises:
@@ -255,7 +255,6 @@ def _expanded(path: str, environment: Mapping[str, str]) -> str:
     variable = re.match(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
     if variable is None:
         return path
-    # Without the variable there is no directory. `/data` instead of `$SCRATCH/data` would be
-    # somewhere else.
+    # Without the variable there is no directory: `/data` is not the same place as `$SCRATCH/data`.
     value = environment.get(variable[1], "")
     return value + path[variable.end() :] if value else ""

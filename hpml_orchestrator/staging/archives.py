@@ -1,8 +1,9 @@
-"""Tar archives, directories of tar shards and zip archives as sources, by the standard library.
+"""Read tar archives, directories of tar shards and zip archives with the standard library.
 
-Nothing in an archive is trusted: `tarfile` only reads headers, members.py decides what may be
-written, and the copier writes it. The first pass reads all headers and makes the plan; nothing is
-written before. A compressed archive is decompressed twice, and a bomb only until it does not fit.
+Archives are untrusted: `tarfile` only reads headers, `Members` (plan.py) decides which members may
+be written, and the copier writes them. A first pass reads all headers and makes the plan before
+anything is written. Compressed archives are decompressed twice; the first pass stops as soon as
+the contents cannot fit, which also limits decompression bombs.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ _BUFFER_BYTES = 1 << 13
 _LONGEST_LINK_BYTES = 4096
 _UNIX_HOSTS = frozenset({3, 19})  # 19: macOS
 _ENCRYPTED, _UTF8, _DOS_DIRECTORY = 0x1, 0x800, 0x10
-_EXTRA_TIME = 0x5455  # Info-ZIP, extrafld.txt: a byte of flags, then seconds since the epoch, UTC
+_EXTRA_TIME = 0x5455  # Info-ZIP, extrafld.txt: flags (1 byte), then seconds since the epoch, UTC
 _TIME = struct.Struct("<l")
 _DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, EOFError, zlib.error, OverflowError)
 
 
 class ZipSource:
-    """A zip archive; its checksums cover whole members, which are read from front to back.
+    """A zip archive, read from front to back; checksums cover whole members.
 
     Args:
         path: the archive.
-        retry: calls again after faults that pass.
-        outside_links: take symbolic links that leave the root as they are.
+        retry: retries calls after transient faults.
+        outside_links: accept symbolic links that leave the root, and copy them unchanged.
 
     Raises:
         StagingError: it is not a regular file.
@@ -88,12 +89,12 @@ class ZipSource:
             with self._opened() as stream:
                 self._archive = zipfile.ZipFile(stream)
                 members.check_count(len(self._archive.infolist()))
-                # In the order of the file, whatever the central directory says: it is read from
-                # front to back.
+                # Sort by offset, whatever the order of the central directory: files are read front
+                # to back.
                 for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
                     self._retry.check_stop()
                     self._take(info, members)
-        except _DAMAGED as error:  # names, times
+        except _DAMAGED as error:  # bad names or times
             raise not_whole(self._path, "zip", str(error)) from error
         except SourceChangedError as error:
             raise StagingError(f"{shown(self._path)}: changed while it was read") from error
@@ -106,7 +107,7 @@ class ZipSource:
 
     def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
         on_unix = info.create_system in _UNIX_HOSTS
-        # `filename` ends at a NUL, which would hide a name that has to be refused.
+        # `filename` is cut at a NUL, which would hide a name that must be refused.
         name = info.orig_filename
         if on_unix and not info.flag_bits & _UTF8:  # zipfile decodes these bytes as cp437
             name = name.encode("cp437").decode("utf-8", "surrogateescape")
@@ -114,7 +115,7 @@ class ZipSource:
         kind = stat.S_IFMT(mode)
         is_directory = name.endswith("/") or kind == stat.S_IFDIR
         is_directory |= not on_unix and bool(info.external_attr & _DOS_DIRECTORY)
-        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a file type is intended
+        mode = mode or (0o755 if is_directory else 0o644)  # keep a 0 only with a file type
         mtime_ns = _mtime(info) * _NANO
         size = info.file_size
         if info.flag_bits & _ENCRYPTED:
@@ -151,9 +152,9 @@ class ZipSource:
             ) from error
 
     def reader(self, plan: CopyPlan) -> SourceReader:  # noqa: ARG002 - the members are known since `plan`
-        """Open for reading what `plan` returned: each worker has its own descriptor."""
-        # Planning has closed its descriptor. Each worker opens one of its own: one from before the
-        # fork would share its position with those of the other workers.
+        """Open the planned archive for reading; each worker has its own descriptor."""
+        # Planning closed its descriptor. Workers open their own, because a descriptor from before
+        # the fork would share its position with all of them.
         cast("zipfile.ZipFile", self._archive).fp = self._opened()
         return self
 
@@ -170,7 +171,7 @@ class ZipSource:
 
 
 def _mtime(info: zipfile.ZipInfo) -> int:
-    """Return the time in seconds: Info-ZIP's, in UTC, or else the DOS time, which is local."""
+    """Return the modification time in seconds: Info-ZIP's (UTC), else the DOS time (local)."""
     extra, at = info.extra, 0
     while at + 4 <= len(extra):
         key, length = struct.unpack_from("<2H", extra, at)
@@ -200,7 +201,7 @@ _LARGEST_WINDOW_LOG = 31  # `zstd --long=31`: 2 GiB
 
 
 def compression_of(start: bytes) -> str:
-    """Return how a file is compressed, by its first bytes; "" if it is not.
+    """Return a file's compression, detected from its first bytes; "" if it is not compressed.
 
     >>> compression_of(b"BZh91AY")
     'bzip2'
@@ -209,7 +210,7 @@ def compression_of(start: bytes) -> str:
 
 
 def not_whole(path: str, kind: str, reason: str) -> StagingError:
-    """Return the error for an archive that is cut short or damaged."""
+    """Return the error for a truncated or damaged archive."""
     return StagingError(
         f"{shown(path)}: not a whole {kind} archive: {reason}",
         hint="the archive is cut short or damaged: make or copy it again",
@@ -217,22 +218,22 @@ def not_whole(path: str, kind: str, reason: str) -> StagingError:
 
 
 class Stamp(NamedTuple):
-    """An archive as it was when it was planned."""
+    """Status of an archive when it was planned."""
 
     path: str
     size: int
     mtime_ns: int
     inode: int
-    ctime_ns: int  # not compared while reading: also a new hard link changes it
+    ctime_ns: int  # not compared while reading: a new hard link also changes it
 
 
 class ArchiveFile(io.FileIO):
     """A file that is read with retries and must not change.
 
     Args:
-        path: of the file.
-        retry: calls again after faults that pass, and has the condition to stop.
-        stamp: what it has to be; as it is now if left out.
+        path: path of the file.
+        retry: retries calls after transient faults, and holds the stop condition.
+        stamp: expected status; by default the current one.
 
     Raises:
         StagingError: it is not a regular file.
@@ -263,7 +264,7 @@ class ArchiveFile(io.FileIO):
             SourceChangedError: it has changed.
         """
         self._retry.check_stop()
-        # Compare after each read: a file that is rewritten would give a mix of two archives.
+        # Compare after each read: reading a file that is being rewritten would mix two archives.
         count = self._retry(lambda: os.readv(self.fileno(), [buffer]))
         self.check()
         return count
@@ -279,15 +280,15 @@ class ArchiveFile(io.FileIO):
 
 
 def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
-    """Return the stamp of an archive and its first bytes; raises what `ArchiveFile` does."""
+    """Return an archive's stamp and first bytes; raises as `ArchiveFile`."""
     with ArchiveFile(path, retry) as file:
         return file.stamp, retry(lambda: os.pread(file.fileno(), 8, 0))
 
 
 def drop_pages(path: str) -> None:
-    """Drop the pages of a file on a server from the page cache.
+    """Drop a file on a network file system from the page cache.
 
-    The node has a copy of its own by then, and the source's pages would push out those of the copy.
+    The node has its own copy by now, and the source's pages would evict those of the copy.
     """
     if readers_for(path) > 1:
         with contextlib.suppress(OSError):
@@ -297,14 +298,14 @@ def drop_pages(path: str) -> None:
 
 
 def decompressed(file: ArchiveFile, raw: IO[bytes]) -> IO[bytes]:
-    """Return a stream of the decompressed contents; seeking back restarts it, or is impossible.
+    """Return a stream of the decompressed contents; seeking back restarts it or fails.
 
     Args:
         file: the open file.
-        raw: the same, buffered; the caller closes it.
+        raw: the same file, buffered; the caller closes it.
 
     Raises:
-        StagingError: its compression is unknown, or needs a program that is not installed.
+        StagingError: the compression is unknown, or needs a program that is not installed.
     """
     kind = compression_of(os.pread(file.fileno(), 8, 0))
     opened: object = None
@@ -335,7 +336,7 @@ def _zstd(file: ArchiveFile) -> _Program:
 
 
 class _Program:
-    """The output of a program that decompresses a file; it is read from front to back."""
+    """Output of a decompression program, read from front to back."""
 
     def __init__(self, words: list[str], file: ArchiveFile) -> None:
         self._name = os.path.basename(words[0])
@@ -346,12 +347,12 @@ class _Program:
         )
 
     def read(self, count: int) -> bytes:
-        """Return so many bytes, fewer at the end; EOFError has the message of a failure."""
+        """Return `count` bytes, fewer only at the end; raises EOFError if the program failed."""
         assert self._process.stdout is not None  # noqa: S101 - given above
         assert self._process.stderr is not None  # noqa: S101
         self._file.check()
-        # A short read is the end of the output. Only then does the exit status tell a complete
-        # archive from one that was cut.
+        # A short read means the end of the output. Only the exit status now distinguishes a
+        # complete archive from a truncated one.
         data = self._process.stdout.read(count)
         self._at += len(data)
         if len(data) < count:
@@ -362,11 +363,11 @@ class _Program:
         return data
 
     def tell(self) -> int:
-        """Return the offset that is read next."""
+        """Return the current offset."""
         return self._at
 
     def seek(self, offset: int) -> int:
-        """Read until an offset, which must not be read already."""
+        """Skip forward to an offset; seeking back is not supported."""
         if offset < self._at:
             raise ValueError("cannot go back")
         while self._at < offset and self.read(min(BLOCK_BYTES, offset - self._at)):
@@ -374,7 +375,7 @@ class _Program:
         return self._at
 
     def close(self) -> None:
-        """End it; the rest of its output is lost."""
+        """End the program and discard its remaining output."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdout, self._process.stderr):
@@ -388,22 +389,22 @@ _LARGEST_EXTENSION_BYTES = 16 << 20
 """Names and attributes are small: a larger extension is an attempt to exhaust memory."""
 _GLOBAL_BYTES = 1 << 20  # tarfile keeps global headers in memory
 _NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 12, 1 << 17
-_AHEAD_BYTES = 1 << 18  # little of it lies behind the end of a batch, which another worker reads
+_AHEAD_BYTES = 1 << 18  # small, so that little is read past the end of a batch
 _HEADER = struct.Struct("100s8s16x12s12s8s189x155s12x")
 _SHARD = re.compile(r"data-(\d{5,})\.tar")
 PACK_COMMENT = "hpml pack, shards with files: "
-"""In `tree.tar`, with their number behind it."""
+"""Comment in `tree.tar`, followed by the number of shards."""
 
 
 def check_archive(path: str, kind: str) -> None:
-    """Refuse a file that is not an archive, by its first block or its last 64 KiB.
+    """Refuse a file that is not an archive, judging by its first block or its last 64 KiB.
 
     Args:
         path: the file.
-        kind: as `kind_of` returns it; other kinds than archives are not read.
+        kind: from `kind_of`; kinds other than archives are not checked.
 
     Raises:
-        StagingError: it would not be staged; with the message of staging.
+        StagingError: it is not an archive; staging would report the same message.
         OSError: it cannot be read.
     """
     if kind == "zip" and not zipfile.is_zipfile(path):
@@ -419,17 +420,17 @@ def check_archive(path: str, kind: str) -> None:
 
 
 class TarSource:
-    """A tar archive, or a directory of shards; `ordered` when it is compressed.
+    """A tar archive or a directory of shards; `ordered` if it is compressed.
 
     Args:
-        path: the archive, or the directory.
+        path: the archive or directory.
         kind: "tar" or "pack".
-        retry: calls again after faults that pass.
-        most_bytes: planning stops when the members have more.
-        outside_links: take symbolic links that leave the root as they are.
+        retry: retries calls after transient faults.
+        most_bytes: planning stops once the members exceed this size.
+        outside_links: accept symbolic links that leave the root, and copy them unchanged.
 
     Raises:
-        InputError: the directory holds something else, or nothing.
+        InputError: the directory has no shards, or contains other files.
         StagingError: it is not a regular file, or a shard is compressed.
         OSError: it cannot be opened.
     """
@@ -473,8 +474,8 @@ class TarSource:
                 if self._judge(row, members):
                     self._starts.append(row[5])
                     self._which.append(number)
-                # The rest cannot fit, so do not read it. `at_least` keeps this part of an archive
-                # from ever being published as the whole.
+                # The data cannot fit, so stop here. `at_least` keeps this incomplete plan from
+                # being published as the whole archive.
                 if members.total_bytes > self._most_bytes:
                     members.plan.at_least = True
                     return members.plan
@@ -486,7 +487,7 @@ class TarSource:
         return members.plan
 
     def _check_shards(self, names: list[str]) -> None:
-        """Refuse a pack without one of its shards; `tree.tar`, the last, has their number."""
+        """Refuse a pack with missing shards; `tree.tar`, the last one, records their number."""
         if self.kind != "pack" or names[-1] != TREE_SHARD:
             return
         found = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
@@ -502,7 +503,7 @@ class TarSource:
             )
 
     def _judge(self, row: Row, members: Members) -> bool:
-        """Pass a member to members.py; True if it is a file of the plan."""
+        """Check a member; return True if it becomes a file of the plan."""
         kind, name, mode, mtime_ns, size, _, link = row
         if kind == tarfile.REGTYPE:
             return members.file(name, mode, mtime_ns, size)
@@ -517,17 +518,17 @@ class TarSource:
         return False
 
     def _rows(self, members: Members) -> Iterator[Iterable[Row]]:
-        """Yield the members of each archive; on a server many are read at the same time."""
+        """Yield the members of each archive; on a network file system, read many at once."""
         numbers = range(len(self._stamps))
         threads = min(readers_for(self._path), len(numbers))
         if threads > 1:
             from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
 
             with ThreadPoolExecutor(threads) as pool, contextlib.suppress(RuntimeError):
-                # raises if the job may have no more threads
+                # raises if the job's limit of threads is reached
                 results = pool.map(lambda number: list(self._scan(number, None)), numbers)
                 return (yield from results)
-        # Members come one by one, so that a bomb is given up while it is decompressed.
+        # One member at a time, so that a bomb is detected while it is decompressed.
         yield from (self._scan(number, members) for number in numbers)
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:
@@ -544,10 +545,10 @@ class TarSource:
                         raise StagingError(f"{shown(path)}: holds more than {MOST_MEMBERS} members")
                     yield row
                     if self.ordered and members is not None and members.total_bytes > most:
-                        members.check_bytes(stamp.size)  # raises, so the rest is never read
+                        members.check_bytes(stamp.size)  # raises, so nothing more is read
                 while self.ordered and data.read(BLOCK_BYTES):
-                    pass  # to the end, where the decompressor compares its checksum
-                self.archive(number).close()  # it is still the same
+                    pass  # read to the end, where the decompressor verifies its checksum
+                self.archive(number).close()  # check that it has not changed
                 self._comment = tar.pax_headers.get("comment", "")
         except SourceChangedError as error:
             raise StagingError(f"{shown(path)}: changed while it was read") from error
@@ -556,10 +557,10 @@ class TarSource:
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise not_whole(path, "tar", why(error)) from error  # bz2 reports damage like this
+            raise not_whole(path, "tar", why(error)) from error  # how bz2 reports damage
 
     def _fast_rows(self, tar: tarfile.TarFile, fd: int) -> Iterator[Row]:
-        """Yield all members; tarfile, which takes ten times as long, reads what is not plain."""
+        """Yield all members; tarfile, ten times slower, reads only those with special headers."""
         near = _SERVED_NEAR_BYTES if readers_for(self._path) > 1 else _NEAR_BYTES
         head, start = b"", 0
         rows = _slow_rows(tar)
@@ -576,7 +577,7 @@ class TarSource:
                 start = at
             block = head[at - start : at - start + tarfile.BLOCKSIZE]
             row = None if tar.pax_headers else _plain_row(block, at + tarfile.BLOCKSIZE)
-            if row is None:  # or pax headers hold for all that follows
+            if row is None:  # or pax headers apply to all later members
                 row = next(rows, None)
             else:
                 tar.offset = row[5] + row[4] + -row[4] % tarfile.BLOCKSIZE
@@ -592,15 +593,15 @@ class TarSource:
         drop_pages(file.stamp.path)
 
     def reader(self, plan: CopyPlan) -> SourceReader:
-        """Open for reading what `plan` returned."""
+        """Open the planned archives for reading."""
         return (_StreamReader if self.ordered else _ShardReader)(self, plan)
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """Return the number of the archive with a file of the plan, and the file's offset in it."""
+        """Return (number of the archive, offset in it) of a file of the plan."""
         return self._which[number], self._starts[number]
 
     def archive(self, number: int) -> ArchiveFile:
-        """Open an archive, which must not have changed."""
+        """Open an archive and check that it has not changed."""
         stamp = self._stamps[number]
         return ArchiveFile(stamp.path, self._retry, stamp)
 
@@ -609,7 +610,7 @@ class TarSource:
 
 
 class _ShardReader:
-    """Reads the files of archives that are not compressed, many small ones at a time."""
+    """Reads files from uncompressed archives, several small ones per read."""
 
     def __init__(self, source: TarSource, plan: CopyPlan) -> None:
         self._source = source
@@ -617,7 +618,8 @@ class _ShardReader:
         self._local = threading.local()
         self._buffers = Buffers()
         self._open: list[ArchiveFile] = []
-        # Where many threads share a batch, the next file is another thread's.
+        # If several threads share a batch, another thread gets the next file: reading ahead is
+        # useless.
         self._ahead = _AHEAD_BYTES if readers_for(plan.source_root) < 2 else 0  # noqa: PLR2004
 
     def read(self, number: int) -> Iterator[Buffer]:
@@ -645,14 +647,14 @@ class _ShardReader:
         file.check()
 
     def close(self) -> None:
-        """Close all archives; all threads have ended."""
+        """Close all archives, once all threads have ended."""
         for file in self._open:
             file.close()
             drop_pages(file.stamp.path)
 
 
 class _StreamReader:
-    """Reads the files of a compressed archive, one after the other."""
+    """Reads the files of a compressed archive one after another."""
 
     def __init__(self, source: TarSource, plan: CopyPlan) -> None:
         self._source = source
@@ -673,7 +675,7 @@ class _StreamReader:
             left -= len(data)
         if number == len(self._files) - 1:
             while self._stream.read(BLOCK_BYTES):
-                pass  # to the end, where the decompressor compares its checksum
+                pass  # read to the end, where the decompressor verifies its checksum
 
     def close(self) -> None:
         """Close the archive."""
@@ -681,17 +683,17 @@ class _StreamReader:
 
 
 def _plain_row(block: bytes, start: int) -> Row | None:
-    """Return a regular file whose header is all there is to know; None if tarfile must read it."""
+    """Parse a regular file with a plain header; return None if tarfile must read it."""
     if len(block) < tarfile.BLOCKSIZE or block[156] != ord(tarfile.REGTYPE):
         return None
     name, mode, size, mtime, told, prefix = _HEADER.unpack(block)
     try:
-        # Zeros are taken out first, because `sum` makes a number of each byte.
+        # Drop zeros first, because `sum` creates an int for each byte.
         if sum(block.translate(None, b"\0")) - sum(told) + 8 * ord(" ") != int(told[:6], 8):
             return None
         length, seconds = int(size.rstrip(b"\0"), 8), int(mtime.rstrip(b"\0"), 8)
         bits = int(mode.rstrip(b"\0"), 8) & 0o7777
-    except ValueError:  # in a notation of GNU tar
+    except ValueError:  # GNU tar's binary notation
         return None
     if length < 0:
         return None
@@ -709,8 +711,7 @@ def _slow_rows(tar: tarfile.TarFile) -> Iterator[Row]:
 
 def _row(info: _Info) -> Row:
     records = info.pax_headers
-    # A float has 53 bits, and nanoseconds since 1970 need 61: parse the text of a pax header
-    # instead.
+    # A float has 53 bits, and nanoseconds since 1970 need 61: parse the pax header's text instead.
     mtime_ns = int(info.mtime * _NANO) if "mtime" not in records else _nanoseconds(records["mtime"])
     if info.size < 0:  # tarfile would seek backwards and loop for ever
         raise EOFError("it holds a member with a negative size")
@@ -723,7 +724,7 @@ def _row(info: _Info) -> Row:
 
 def _nanoseconds(text: str) -> int:
     """Convert a pax header's decimal seconds to nanoseconds; 0 if they cannot be parsed."""
-    sign = -1 if text[:1] == "-" else 1  # before 1970
+    sign = -1 if text[:1] == "-" else 1  # times before 1970
     whole, _, part = text[sign < 0 :].partition(".")
     if not whole.isdigit() or len(whole) > _MOST_DIGITS or (part and not part.isdigit()):
         return 0
@@ -731,7 +732,7 @@ def _nanoseconds(text: str) -> int:
 
 
 class _Info(tarfile.TarInfo):
-    """A member as tarfile reads it, with the checks that tarfile lacks."""
+    """A member as read by tarfile, with additional checks."""
 
     archive = ""
     kept_bytes = 0  # size of all global headers so far
@@ -747,7 +748,7 @@ class _Info(tarfile.TarInfo):
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if any(buf):  # tarfile would treat a damaged header as the end of the archive
+            if any(buf):  # tarfile would mistake a damaged header for the end of the archive
                 raise tarfile.ReadError(f"a damaged header: {error}") from error
             raise
         if info.type == tarfile.GNUTYPE_SPARSE:
@@ -761,7 +762,7 @@ class _Info(tarfile.TarInfo):
     def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         try:
             found: tarfile.TarInfo = super()._proc_pax(tar)  # type: ignore[misc]
-        except tarfile.HeaderError as error:  # newer Pythons take it for the end, too
+        except tarfile.HeaderError as error:  # newer Pythons mistake it for the end as well
             raise tarfile.ReadError(f"a damaged header: {error}") from error
         return found
 
@@ -771,5 +772,5 @@ class _Info(tarfile.TarInfo):
             hint="repack the archive without --sparse",
         )
 
-    # tarfile would read the list of holes into memory, however long the archive makes it.
+    # tarfile would read the list of holes into memory, however long the archive claims it is.
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _sparse

@@ -1,4 +1,8 @@
-"""Distribute data from node to node along a chain of TCP connections."""
+"""Distribute data from node to node along a chain of TCP connections.
+
+The first node reads the source (`Head`) and sends everything to the second; each other node
+(`Follower`) writes what it receives and forwards it to the next.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +46,22 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.source import Buffer, Source, SourceReader
     from hpml_orchestrator.staging.stage import LocalSupply
 
-# How the nodes of a chain find each other, and the connections between them.
+# Rendezvous and connections.
 #
-# Nodes meet by small files in `attempts/<n>/chain/`, which appear by rename and are readable by the
-# job's user alone: `<name>.start` has the method and the secret, `<name>.<index>` where a node
-# listens, `<name>.failed` which node failed first, and why.
+# Nodes find each other through small files in `attempts/<n>/chain/`, which appear by rename and are
+# readable only by the job's user: `<name>.start` holds the method and the secret, `<name>.<index>`
+# the address of a node, `<name>.failed` the node that failed first, and the reason.
 #
-# Each node connects to the node behind it: a connection of `multiprocessing.connection` over TCP,
-# with the secret as authentication key. Nothing is encrypted.
+# Each node connects to the next one through a `multiprocessing.connection` over TCP, with the
+# secret as authentication key. The traffic is not encrypted.
 
 if TYPE_CHECKING:
-    Body: TypeAlias = Any  # content of a message or record; its type depends on the word
+    Body: TypeAlias = Any  # content of a message or record; its type depends on the message
 
 START = "start"
-"""The first node's record: the method, and of a chain the secret."""
+"""Name of the first node's record: the method and, for a chain, the secret."""
 _FAILED = "failed"
-_STRANGER = (EOFError, ValueError, AssertionError, ProcessError)  # of `_authenticated`
+_STRANGER = (EOFError, ValueError, AssertionError, ProcessError)  # raised by `_authenticated`
 _BEATS_PER_TIMEOUT = 5.0
 _CLOSE_SECONDS = 1.0
 _MOST_PAUSE_SECONDS = 1.0
@@ -69,14 +73,14 @@ _GLOBAL_SCOPE = "00"
 
 
 class PeerFailedError(StagingError):
-    """Another node of the chain ended; its reason is in the message."""
+    """Another node of the chain failed; the message has its reason."""
 
 
 class BrokenLinkError(StagingError):
     """The neighbour has disconnected or hangs.
 
     Attributes:
-        grace: seconds within which the reason of the node that failed first should appear.
+        grace: seconds to wait for the reason of the node that failed first.
     """
 
     grace = 2.0
@@ -84,19 +88,19 @@ class BrokenLinkError(StagingError):
 
 @dataclass(frozen=True)
 class ChainPosition:
-    """A node's position among the nodes of a chain, and the files by which they find each other.
+    """A node's position in a chain, and the files through which the nodes find each other.
 
     Attributes:
-        path: of those files, without the last part of their names.
-        should_stop: True ends waiting with StagingStopped.
-        index: 0 reads the source.
-        nodes: how many there are.
-        node: this node's name, by which the others reach it if no interface is named.
-        names: of all nodes, in order; empty if unknown.
-        interfaces: network interfaces to use, the best first.
+        path: path of these files, without the suffix of their names.
+        should_stop: when it returns True, waiting ends with StagingStopped.
+        index: position in the chain; node 0 reads the source.
+        nodes: number of nodes.
+        node: this node's name, used as its address if no interface is given.
+        names: names of all nodes, in order; empty if unknown.
+        interfaces: network interfaces to use, best first.
         timeout: seconds of silence after which a node counts as hung.
-        join_seconds: within how long a neighbour that has come must be reached.
-        come_seconds: how long nodes wait for one another to come.
+        join_seconds: time limit for reaching a neighbour that has registered.
+        come_seconds: time limit for all nodes to register.
     """
 
     path: str
@@ -130,7 +134,7 @@ class ChainPosition:
 
     def _read(self, what: str) -> dict[str, Body] | None:
         with contextlib.suppress(OSError):
-            # NFS caches that a file is missing for up to a minute; opening the directory ends that.
+            # NFS caches for up to a minute that a file is missing; opening the directory ends that.
             os.close(os.open(os.path.dirname(self.path), _DIRECTORY))
         try:
             found = json.loads(read_text(f"{self.path}.{what}"))
@@ -146,10 +150,11 @@ class ChainPosition:
     def record(self, index: int, what: str = "") -> dict[str, Body]:
         """Wait for a node's record and return it: its address, or another one.
 
-        A node that has come may take long for another record, such as while it scans the source.
+        A registered node may take long to post other records, for example while it scans the
+        source.
 
         Raises:
-            StagingError: the node did not come, or one failed; with its reason.
+            StagingError: the node did not register, or one failed; with its reason.
             StagingStopped: should_stop returned True.
         """
         for pause in self.pauses(self.come_seconds):
@@ -161,7 +166,7 @@ class ChainPosition:
         raise AssertionError
 
     def pauses(self, seconds: float) -> Iterator[float]:
-        """Sleep ever longer, since all nodes poll one directory; yield 0 after so many seconds.
+        """Sleep with growing pauses, since all nodes poll one directory; yield 0 when time is up.
 
         Raises:
             PeerFailedError: a node failed.
@@ -178,7 +183,7 @@ class ChainPosition:
             pause = min(_MOST_PAUSE_SECONDS, pause * 1.3)
 
     def absent(self, index: int, seconds: float, trouble: object = "") -> StagingError:
-        """Return the error about a node that has not come."""
+        """Return the error for a node that has not registered."""
         name = self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
         return StagingError(
             f"{name} did not come within {seconds:.0f} s{f' ({trouble})' if trouble else ''}",
@@ -187,7 +192,7 @@ class ChainPosition:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Publish the reason why this node ends, for all others, unless one failed before."""
+        """Publish why this node fails, unless another one failed before."""
         reason = "was stopped" if isinstance(error, StagingStopped) else str(error)
         reason, hint = reason or type(error).__name__, str(getattr(error, "hint", ""))
         with contextlib.suppress(HpmlError, OSError):
@@ -195,7 +200,7 @@ class ChainPosition:
                 self.post(_FAILED, node=self.node, reason=reason, hint=hint)
 
     def failure(self) -> PeerFailedError | None:
-        """Return the reason of the node that failed first."""
+        """Return the failure of the node that failed first, if any."""
         found = self._read(_FAILED)
         if found is None:
             return None
@@ -206,8 +211,8 @@ class Listener:
     """Accepts the connection of the previous node; other callers cannot delay it.
 
     Args:
-        place: this node's.
-        secret: that callers must have.
+        place: this node's position.
+        secret: key that callers must prove to have.
     """
 
     def __init__(self, place: ChainPosition, secret: bytes) -> None:
@@ -224,9 +229,9 @@ class Listener:
 
     def _serve(self) -> None:
         while self._socket.fileno() >= 0:
-            with contextlib.suppress(OSError, RuntimeError):  # no more threads: the caller retries
+            with contextlib.suppress(OSError, RuntimeError):  # out of threads: the caller retries
                 sock, _ = self._socket.accept()
-                # A thread for each caller: one that is silent must not keep the neighbour out.
+                # One thread per caller, so that a silent one cannot block the neighbour.
                 threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
@@ -234,7 +239,7 @@ class Listener:
             self._callers.put(Link(sock, self._secret, "", self._place.timeout, calls=False))
 
     def link(self) -> Link:
-        """Wait for the previous node; raises as `ChainPosition.record`."""
+        """Wait for the previous node to connect; raises as `ChainPosition.record`."""
         place = self._place
         name = str(place.record(place.index - 1)["node"])
         for pause in place.pauses(place.join_seconds):
@@ -272,17 +277,17 @@ def connect(place: ChainPosition, secret: bytes) -> Link:
 def _authenticated(
     sock: socket.socket, secret: bytes, timeout: float, *, calls: bool
 ) -> Connection:
-    """Return the connection over a socket once both ends have proven that they have the secret.
+    """Return a socket's connection once both ends have proven that they know the secret.
 
-    This is what `Client` and `Listener` of the module do, with time-outs and for IPv6.
+    This does what the module's `Client` and `Listener` do, but with time-outs and for IPv6.
     """
     sock.settimeout(None)
     limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
     # `Connection` uses the bare descriptor, which Python's own time-outs do not cover. These two
-    # also find a process that hangs. TCP_USER_TIMEOUT does not, and would end jobs suspended.
+    # also detect a hanging process. TCP_USER_TIMEOUT does not, and would end suspended jobs.
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, limit)
-    # Short messages would otherwise wait until the neighbour acknowledges earlier data.
+    # Without this, short messages wait until the neighbour acknowledges earlier data.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection = Connection(sock.detach())
     steps = [deliver_challenge, answer_challenge]
@@ -292,19 +297,19 @@ def _authenticated(
 
 
 class Link:
-    """The connection to a neighbour; messages are pickled pairs of a word and a content.
+    """Connection to a neighbour; a message is a pickled pair of a word and its content.
 
-    A thread sends empty messages, however busy the process is: one that is silent hangs.
+    A thread sends empty messages, however busy the process is, so silence means a hang.
 
     Args:
-        sock: connected; the link takes it over.
-        secret: that the neighbour must have.
-        peer: its name.
-        timeout: seconds after which a silent neighbour hangs.
-        calls: this end is the one that has connected.
+        sock: connected socket; the link takes ownership.
+        secret: key that the neighbour must prove to have.
+        peer: the neighbour's name.
+        timeout: seconds after which a silent neighbour counts as hung.
+        calls: whether this end initiated the connection.
 
     Raises:
-        OSError or one of _STRANGER: the other end does not have the secret, or is silent.
+        OSError or one of _STRANGER: the other end does not know the secret, or is silent.
     """
 
     def __init__(
@@ -320,7 +325,7 @@ class Link:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        with contextlib.suppress(BrokenLinkError):  # who waits for the neighbour reports it
+        with contextlib.suppress(BrokenLinkError):  # the waiting thread reports it
             while not self._closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
                 self.forward(b"")
 
@@ -329,10 +334,10 @@ class Link:
         self.forward(pickle.dumps((word, body), protocol=4))
 
     def forward(self, message: bytes) -> None:
-        """Send a message that was received.
+        """Send a received message on.
 
         Raises:
-            BrokenLinkError: the neighbour is gone, or took nothing for the whole timeout.
+            BrokenLinkError: the neighbour is gone, or accepted no data for the whole timeout.
         """
         with self._lock:
             if self._broken is not None:
@@ -344,11 +349,11 @@ class Link:
                 raise self._broken from error
 
     def receive(self) -> tuple[bytes, str, Body]:
-        """Wait for a message; return it, its word ("" of a sign of life) and its content.
+        """Wait for a message; return it, its word ("" for a heartbeat) and its content.
 
         Raises:
             BrokenLinkError: the neighbour is gone, or stopped in mid-message.
-            StagingError: what came is damaged.
+            StagingError: the message is damaged.
         """
         try:
             message = self.connection.recv_bytes()
@@ -364,7 +369,7 @@ class Link:
         return message, word, body
 
     def waited(self, seconds: float) -> None:
-        """Add to the seconds of silence; raises BrokenLinkError if they are too many."""
+        """Add to the time of silence; raises BrokenLinkError after the timeout."""
         self._quiet += seconds
         if self._quiet > self._timeout:
             raise BrokenLinkError(f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s")
@@ -373,17 +378,17 @@ class Link:
         if isinstance(error, (BlockingIOError, TimeoutError)):
             told = f"{self.peer} hangs: nothing went through for {self._timeout:.0f} s"
             broken = BrokenLinkError(told)
-            if self.connection.poll():  # it is alive: one behind it hangs, whom others will name
+            if self.connection.poll():  # it is alive; a later node hangs, and others report it
                 broken.grace += self._timeout
             return broken
         why = getattr(error, "strerror", "") or "its connection ended"
         return BrokenLinkError(f"{self.peer} was lost: {why}")
 
     def close(self) -> None:
-        """Close without losing what was sent.
+        """Close without losing data that was sent.
 
-        Closing with unread data resets the connection, and the neighbour would lose messages under
-        way. So end our half, and read until the neighbour closes, too.
+        Closing with unread data resets the connection, which would lose messages in flight. So
+        shut down our half, and read until the neighbour closes as well.
         """
         self._closed.set()
         end = time.monotonic() + _CLOSE_SECONDS
@@ -426,8 +431,8 @@ class _Member(Supply):
         super().__init__(request)
         self._place = place
         self._secret = secret
-        self._links: dict[str, Link] = {}  # "up" to the node before, "down" to the next one
-        self._said: dict[str, Body] = {}  # contents received, by their word
+        self._links: dict[str, Link] = {}  # "up": previous node, "down": next node
+        self._said: dict[str, Body] = {}  # received contents by word
         self._pieces: collections.deque[Piece] = collections.deque()
         self._plan: CopyPlan | None = None
         self._is_needed = self._is_done = self._is_closed = False
@@ -435,7 +440,7 @@ class _Member(Supply):
         self._hearing = threading.Lock()
 
     def _join(self) -> None:
-        """Connect with the neighbours; raises as `_hear`, or if one does not appear in time."""
+        """Connect to the neighbours; raises as `_hear`, or if one does not register in time."""
         place = self._place
         with contextlib.ExitStack() as stack:
             if place.index:
@@ -445,11 +450,11 @@ class _Member(Supply):
                 self._links["down"] = connect(place, self._secret)
             if place.index:
                 self._links["up"] = listener.link()
-        # No message before all are there: nodes may come late, and one that waits does not read.
+        # Send no data before all nodes have joined: one that still waits for others does not read.
         self._ask_below("joined")
 
     def _ask_below(self, word: str) -> Body:
-        """Wait for a word of the nodes behind this one; return its content."""
+        """Wait for a word from the later nodes; return its content."""
         return None if self._place.is_last else self._wait_for(word)
 
     def _wait_for(self, word: str) -> Body:
@@ -458,19 +463,19 @@ class _Member(Supply):
         return self._said[word]
 
     def _hear(self, seconds: float = 0.0) -> None:
-        """Take a message from each neighbour, waiting for the first one; raises what ends all."""
+        """Take a message from each neighbour, waiting for the first; raises what ends the chain."""
         if self._place.should_stop():
             raise StagingStopped
-        # Copying threads, which only look now and then, must not wait for one that listens.
+        # Copying threads only poll; they must not wait for a thread that is listening.
         if not self._hearing.acquire(blocking=seconds > 0):
             return
         try:
-            # Nothing more from above before what came is written: so a slow disk slows the whole
-            # chain down, instead of filling this node's memory.
+            # Take no new data before earlier pieces are written, so that a slow disk slows the
+            # chain down instead of filling this node's memory.
             links = [link for way, link in self._links.items() if way == "down" or not self._pieces]
             ready = wait([link.connection for link in links], seconds)
-            # Silence is what this node has waited for in vain: while it was busy, or suspended with
-            # its whole job, messages only wait to be read.
+            # Only count time spent waiting as silence: while this node was busy, or suspended with
+            # its whole job, messages may be waiting to be read.
             now = time.monotonic()
             waited = min(now - self._heard_at, max(seconds, _POLL_SECONDS))
             self._heard_at = now
@@ -491,7 +496,7 @@ class _Member(Supply):
             self._said[word] = body
 
     def _stops(self) -> bool:
-        """Return whether to stop; raises what `_hear` does. All copying threads call this."""
+        """Return whether to stop; raises as `_hear`. All copying threads call this."""
         if time.monotonic() >= self._heard_at + _POLL_SECONDS:
             self._hear()
         return self._place.should_stop()
@@ -501,8 +506,8 @@ class _Member(Supply):
         try:
             yield
         except BrokenLinkError as error:
-            # Every node names the one that failed first, not the neighbour that disconnected
-            # because of it. The reason may take a moment to appear on the shared file system.
+            # Report the node that failed first, not the neighbour that disconnected because of it.
+            # The reason may take a moment to appear on the shared file system.
             place, end = self._place, time.monotonic() + error.grace
             while (known := place.failure()) is None and time.monotonic() < end:
                 if place.should_stop():
@@ -529,7 +534,7 @@ class _Member(Supply):
             self._place.remove(what)
 
     def fail(self, reason: str, hint: str = "") -> None:
-        """Give the other nodes the reason why this one ends."""
+        """Tell the other nodes why this one fails."""
         self._leave(StagingError(reason, hint=hint))
 
     def close(self) -> None:
@@ -538,13 +543,13 @@ class _Member(Supply):
 
 
 class Head(_Member):
-    """The first node of a chain, which reads the source and sends it to all others.
+    """First node of a chain: reads the source and sends it to all others.
 
     Args:
         local: reads the source.
-        place: this node's among the others.
-        secret: of the chain.
-        options: how it is copied; files are hashed in any case.
+        place: this node's position.
+        secret: key of the chain.
+        options: how to copy; files are hashed in any case.
     """
 
     def __init__(
@@ -575,8 +580,8 @@ class Head(_Member):
         """Copy the source and send it down the chain. If one node fails, none publishes."""
         retry, options = retry.stopped_by(self._stops), self._options
         with self._failing():
-            # "ready" travels from the last node to this one, and each sends it when it has a place
-            # to write to. So no data moves before every node has found room.
+            # "ready" travels from the last node to this one; each node adds it once it has room for
+            # the data. So no data is sent before every node has found room.
             self._wait_for("ready")
             source = self._sending(plan, retry)
             digests = copy(
@@ -586,7 +591,7 @@ class Head(_Member):
         return digests
 
     def reuse(self) -> None:
-        """Send the source to the others if one of them needs it; this node has it already."""
+        """Send the source if other nodes need it; this node already has a copy."""
         plan = self.plan()
         with self._failing():
             if self._wait_for("ready"):
@@ -609,7 +614,7 @@ class Head(_Member):
     def _sending(self, plan: CopyPlan, retry: Retry) -> _SendingSource:
         threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
         ahead, rate = 2 * threads, self._options.opens_per_second
-        if rate:  # the caller keeps this limit; what is read ahead comes on top
+        if rate:  # the caller enforces this limit; read-ahead comes on top
             ahead = max(1, min(ahead, int(rate)))
         return _SendingSource(self._local.source, self._links["down"], retry, threads, ahead)
 
@@ -631,11 +636,11 @@ class Head(_Member):
 
 
 class Follower(_Member):
-    """All nodes of a chain but the first."""
+    """Any node of a chain except the first."""
 
     @property
     def kind(self) -> str:
-        """The source's kind, as the first node found it."""
+        """The source's kind, as determined by the first node."""
         self.plan()
         return str(self._said["plan"][1])
 
@@ -677,7 +682,7 @@ class Follower(_Member):
         with self._failing():
             self._is_needed = True
             self._get_ready()
-            # The digests are made here, with the first node's hash.
+            # Digests are computed here, with the first node's hash.
             copy(
                 plan,
                 _ReceivingSource(read, self.plan),
@@ -693,7 +698,7 @@ class Follower(_Member):
         return digests
 
     def reuse(self) -> None:
-        """Forward the data to nodes that need it; this one has it already."""
+        """Forward the data to nodes that need it; this one already has a copy."""
         self.plan()
         with self._failing():
             self._get_ready()
@@ -704,8 +709,8 @@ class Follower(_Member):
             self._is_done = True
 
     def _get_ready(self) -> None:
-        # A node that has the data already still takes part: it forwards, and the head must know
-        # whether anybody at all needs the data.
+        # A node with a copy still takes part: it forwards, and the head must learn whether any node
+        # needs the data.
         below = bool(self._ask_below("ready"))
         self._links["up"].send("ready", self._is_needed or below)
 
@@ -725,7 +730,7 @@ class Follower(_Member):
 
 @dataclasses.dataclass
 class _ReceivingSource:
-    """A `Source` and its only `SourceReader`: the files as they come from the node before."""
+    """A `Source` and its only `SourceReader`: yields the files received from the previous node."""
 
     read: Callable[[int], Iterator[Buffer]]
     plan: Callable[[], CopyPlan]
@@ -737,18 +742,18 @@ class _ReceivingSource:
         return self
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class _SendingSource:
     """A `Source` and its only `SourceReader`: sends what it reads, in the order of the plan.
 
     Args:
-        source: is read; by several threads, unless it is ordered itself.
-        link: to the next node.
-        retry: reads again after faults that pass.
-        threads: how many read small files ahead.
-        ahead: how many small files they read ahead.
+        source: source to read; by several threads unless it is ordered.
+        link: connection to the next node.
+        retry: retries reads after transient faults.
+        threads: number of threads that read small files ahead.
+        ahead: number of small files to read ahead.
     """
 
     ordered = True
@@ -775,10 +780,10 @@ class _SendingSource:
         return self
 
     def read(self, number: int) -> Iterator[Buffer]:
-        """Yield the bytes of a file, after they were sent."""
+        """Yield the bytes of a file after sending them."""
         try:
             for data in self._blocks(number):
-                # After a fault nothing is published; the rest is read to report all faults at once.
+                # After a fault nothing is published; keep reading to report all faults at once.
                 if len(data) and not self._has_failed:
                     self._gathered.append((number, bytes(data)))
                     self._bytes += len(data)
@@ -790,7 +795,7 @@ class _SendingSource:
             raise
 
     def _blocks(self, number: int) -> Iterator[Buffer]:
-        """Yield the bytes of a file; several threads read the small ones that follow."""
+        """Yield the bytes of a file; several threads read ahead the small ones that follow."""
         if self._source.ordered:
             yield from self._reader.read(number)
             return
@@ -808,7 +813,7 @@ class _SendingSource:
         return b"".join(self._steadily(number))
 
     def _steadily(self, number: int) -> Iterator[Buffer]:
-        """Yield the bytes of a file; after a fault that passes, open it again and continue."""
+        """Yield the bytes of a file; after a transient fault, reopen it and continue."""
         at, blocks = 0, None
 
         def following() -> Buffer | None:

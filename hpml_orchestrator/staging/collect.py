@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import Retry
 
 INCOMPLETE = ".incomplete"
-"""Suffix of the name of results from which something is missing."""
+"""Suffix of the name of incomplete results."""
 
 _TIME_STEP_NS = 10**9  # some file systems store modification times in whole seconds
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The result for one file or directory.
+    """Outcome for one file or directory.
 
     Attributes:
-        path: of the result; "" if nothing was copied.
-        bytes: of the files there.
-        files: their number.
-        seconds: that it took.
-        digest: of names, sizes and contents, as of staged data; empty where something is missing.
-        problem: what is missing and why; empty when all is there.
+        path: path of the result; "" if nothing was copied.
+        bytes: total size of its files.
+        files: number of files.
+        seconds: duration.
+        digest: digest of names, sizes and contents, as for staged data; empty if incomplete.
+        problem: what is missing and why; empty if complete.
     """
 
     path: str = ""
@@ -50,15 +50,15 @@ class Collected:
 
 
 def collect(source: str, directory: str, retry: Retry) -> Collected:
-    """Copy a file or directory into another directory, by its own name.
+    """Copy a file or directory into another directory under its own name.
 
-    It appears when it is complete. If a part cannot be read, or time runs out, the rest gets a name
-    that ends with `INCOMPLETE`, and each of its files is complete.
+    It appears only when it is complete. If a part cannot be read or time runs out, the name ends
+    with `INCOMPLETE`, and each file in it is complete.
 
     Args:
-        source: its path; it may be missing.
-        directory: an existing one, in which nothing has that name yet.
-        retry: calls again after faults that pass, and has the condition to stop.
+        source: path of the file or directory; it may be missing.
+        directory: existing directory without an entry of that name.
+        retry: retries calls after transient faults, and holds the stop condition.
     """
     begin = time.monotonic()
     if not os.path.exists(source):
@@ -108,12 +108,12 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
 
 
 class _Unread(Problems):
-    """Collects what cannot be read, except devices, fifos and sockets: they hold no results."""
+    """Collects unreadable files, except devices, fifos and sockets, which hold no results."""
 
     def add(
         self, path: str, reason: str, cause: BaseException | None = None, *, hint: str = ""
     ) -> None:
-        """Note one path; see `Problems.add`."""
+        """Add the fault of a path; see `Problems.add`."""
         if reason != NO_FILE:
             super().add(path, reason, cause, hint=hint)
 
@@ -127,8 +127,8 @@ def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
             info = os.lstat(path)
         except OSError:
             continue
-        # The copier sets a file's time last, so one with another time is unfinished even if it has
-        # its full size, as a file with holes has from the start.
+        # The copier sets a file's time last, so a different time marks an unfinished file, even if
+        # its size is right, as it is from the start for a file with holes.
         late = abs(info.st_mtime_ns - entry.mtime_ns) >= _TIME_STEP_NS
         if info.st_size != entry.size or late:
             os.unlink(path)
@@ -138,7 +138,7 @@ def _whole_files(plan: CopyPlan, partial: str) -> tuple[int, int]:
 
 
 def _publish(partial: str, target: str, *, is_file: bool) -> str:
-    if is_file:  # the copier always fills a directory
+    if is_file:  # the copier always writes into a directory
         (name,) = os.listdir(partial)
         os.rename(f"{partial}/{name}", target)
         os.rmdir(partial)

@@ -1,8 +1,8 @@
-"""The copier: reads, hashes, writes and compares a plan with processes and threads.
+"""The copier: reads, hashes, writes and compares the files of a plan in processes and threads.
 
-The calling process copies small plans itself. Larger ones are copied by forked workers, one per CPU
-of this job; if a server provides the source, each of them has several threads, which wait for the
-server at the same time. The source's `SourceReader` reads, and notices that a file has changed.
+The calling process copies small plans itself. Forked workers copy larger ones, one per CPU of this
+job; on a network file system each has several threads, which wait for the server in parallel. The
+source's `SourceReader` does the reading and notices files that have changed.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.workers import Report
 
 OnProgress = Callable[[int, int, int, int], None]
-"""Called with (bytes done, files done, bytes in all, files in all)."""
+"""Called with (bytes done, files done, total bytes, total files)."""
 
 _PERIOD_SECONDS = 1.0
 
 FILE_COST_BYTES = 64 << 10
-"""Opening and creating a file takes as long as copying so many bytes (measured, warm cache)."""
+"""Opening and creating a file takes as long as copying this many bytes (measured, warm cache)."""
 
 _BATCHES_PER_WORKER = 64
 _MOST_BATCHES = 1024  # this process spends about 0.2 ms on each
 _LEAST_COST_BYTES = 2 << 20
-_FILES_PER_THREAD = 8  # in a batch: its threads wait for the last of them
+_FILES_PER_THREAD = 8  # per batch: its threads wait for the slowest one
 _REPORT_SECONDS = 0.2
 
 
@@ -80,7 +80,7 @@ class CopyProgress:
         self._bytes_total, self._files_total = total_bytes, total_files
 
     def add(self, done_bytes: int, done_files: int = 0) -> None:
-        """Add to the counts (negative: the work is repeated), and report them once a second."""
+        """Add to the counts (negative if work is repeated), and report them once a second."""
         with self._lock:
             self._bytes += done_bytes
             self._files += done_files
@@ -100,20 +100,20 @@ class CopyProgress:
 
 
 class FileRange(NamedTuple):
-    """Files `first` to before `last`."""
+    """Files `first` up to, but not including, `last`."""
 
     first: int
     last: int
 
 
 def share_out(files: Sequence[TreeEntry], workers: int, threads: int = 1) -> list[FileRange]:
-    """Divide files into batches of like effort.
+    """Divide files into batches of similar effort.
 
     Args:
-        files: of the plan.
-        workers: processes. Each works in a different part of the tree, because processes that
-            create files in one directory wait for each other.
-        threads: of each process, which share a batch.
+        files: files of the plan.
+        workers: number of processes. Each works in a different part of the tree, because processes
+            that create files in one directory block each other.
+        threads: threads per process, which share a batch.
     """
     total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
     most = max(_LEAST_COST_BYTES, total // min(_MOST_BATCHES, workers * _BATCHES_PER_WORKER))
@@ -127,8 +127,8 @@ def share_out(files: Sequence[TreeEntry], workers: int, threads: int = 1) -> lis
             first, cost = number + 1, 0
     if first < len(files):
         found.append(FileRange(first, len(files)))
-    # Reorder with a stride: batches that are taken one after the other, and so copied at the same
-    # time, then lie in different parts of the tree.
+    # Reorder with a stride: consecutive batches, which are copied at the same time, are then in
+    # different parts of the tree.
     each = -(-len(found) // workers)
     return [one for at in range(each) for one in found[at::each]]
 
@@ -147,12 +147,12 @@ class Tally:
         self._next = 0.0
 
     def report_sometimes(self) -> None:
-        """Report, a few times per second at most."""
+        """Report at most a few times per second."""
         if time.monotonic() >= self._next:
             self.report()
 
     def report(self) -> None:
-        """Report the work since the last report; negative bytes if a file is read again."""
+        """Report the work since the last report; negative bytes if a file is reread."""
         then, self._reported = self._reported, (self.bytes, self.files)
         self._report(self.bytes - then[0], self.files - then[1])
         self._next = time.monotonic() + _REPORT_SECONDS
@@ -161,7 +161,7 @@ class Tally:
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_PROCESSES = 16
-_SMALL_FILES = 400  # up to here, this process is done before workers have started
+_SMALL_FILES = 400  # up to here, this process finishes before workers could start
 _SMALL_BYTES = 32 << 20
 _ZEROS = bytes(BLOCK_BYTES)
 
@@ -171,9 +171,9 @@ class CopyOptions:
     """How to copy.
 
     Attributes:
-        hash: make a digest of every file while it is copied.
-        processes: workers; None for as many as CPUs (at most 16).
-        threads: of each worker; None for 32 in all if a server provides the source, else 1.
+        hash: hash every file while copying it.
+        processes: number of workers; None for one per CPU, at most 16.
+        threads: threads per worker; None for 32 in total on a network file system, else 1.
         opens_per_second: limit of source files opened per second by all workers; 0 for none.
         goes_on: if a file cannot be copied, copy the others before raising the error.
     """
@@ -194,26 +194,26 @@ def copy(
     retry: Retry,
     progress: CopyProgress,
 ) -> list[bytes]:
-    """Copy everything in a plan to an existing empty directory; the caller removes it on errors.
+    """Copy a whole plan into an existing empty directory; on errors, the caller removes it.
 
     Returns:
-        the digest of each of the plan's files; nothing without hashing.
+        the digest of each file of the plan; empty without hashing.
 
     Raises:
-        StagingError: a source cannot be read, is damaged or changed, the target is full, or a
+        StagingError: a source cannot be read, is damaged or has changed, the target is full, or a
             worker died.
         StagingStopped: retry's should_stop returned True.
         OSError: the target cannot be written.
     """
     copier = _Copier(plan, source, target_dir, options, retry, progress)
     problems = copier.problems
-    # With `goes_on`, hard links may lead to files that could not be copied.
+    # With `goes_on`, hard links may refer to files that could not be copied.
     missing = [FileNotFoundError] if options.goes_on else []
     target = os.open(target_dir, _DIRECTORY)
     try:
         make_directories(plan, target, retry)
         copier.run()
-        # A reader notices changed files; only a directory's time shows new and removed ones.
+        # Readers notice changed files; only a directory's time reveals new and removed ones.
         if source.kind in {"tree", "file"}:
             threads = options.threads or readers_for(plan.source_root)
             check_directories(plan, retry, problems, threads=threads)
@@ -236,8 +236,8 @@ def make_directories(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
 
 def make_links(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
     """Create hard and symbolic links, then set the times of directories, children first."""
-    # Links come after all files, so that no file can be written through one. Times of directories
-    # come last: creating a name in a directory changes its time.
+    # Create links after all files, so that no file is written through one. Set directory times
+    # last, because creating a name changes them.
     for hard in plan.hard_links:
         retry.check_stop()
         os.link(hard.first, hard.path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
@@ -255,13 +255,13 @@ def make_links(plan: CopyPlan, dir_fd: int, retry: Retry) -> None:
 def check_directories(
     plan: CopyPlan, retry: Retry, problems: Problems, *, threads: int = 1
 ) -> None:
-    """Check a source's directories again: adding or removing a file changes their times."""
+    """Check that no file was added to or removed from the source's directories, by their times."""
     if not stat.S_ISDIR(plan.top.mode):
         return  # a single file has no directory of its own
     left = collections.deque([plan.top, *plan.directories])
 
     def check() -> None:
-        with contextlib.suppress(IndexError):  # none left
+        with contextlib.suppress(IndexError):  # no directories left
             while not retry.stops():
                 entry = left.popleft()
                 path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
@@ -301,8 +301,8 @@ class _Copier:
         self.processes = self._process_count()
         self.threads = 1
         self._batches = [FileRange(0, len(plan.files))]
-        # A compressed stream has one position, so it is read by one thread. Other sources get a
-        # thread for each request that a server should have in flight.
+        # A compressed stream has one position, so one thread reads it. Other sources get one thread
+        # per request that a server should have in flight.
         if not source.ordered:
             served = readers_for(plan.source_root)
             self.threads = options.threads or -(-served // self.processes)
@@ -318,7 +318,7 @@ class _Copier:
         return max(1, min(asked or len(os.sched_getaffinity(0)), _MOST_PROCESSES))
 
     def run(self) -> None:
-        """Copy all files; faults of single files go to `problems`."""
+        """Copy all files; faults of single files are added to `problems`."""
         count, add = len(self._batches), self._progress.add
         if self.processes == 1:
             begin = functools.partial(self._begin, self._retry)
@@ -376,11 +376,11 @@ class _Worker:
         self._plan = plan
         self._goes_on = options.goes_on
         self._how: Hashing | None = hashing() if options.hash else None
-        self._faulty = False  # if set, files are only read, to find further faults
+        self._faulty = False  # when set, files are only read, to find further faults
         self._failure: BaseException | None = None
-        # The first failure of a thread stops the others, which may be in the middle of large files.
+        # A thread's first failure stops the others, which may be in the middle of large files.
         self._retry = retry.stopped_by(lambda: self._failure is not None or retry.stops())
-        # What was read from a compressed stream cannot be read again.
+        # Data read from a compressed stream cannot be read again.
         self._tries_again = not source.ordered
         self._take = TokenBucket(rate, check_stop=self._retry.check_stop).take if rate > 0 else None
         self._reader = source.reader(plan)
@@ -399,7 +399,7 @@ class _Worker:
         def drain() -> None:
             tally = Tally(report)
             try:
-                for number in numbers:  # shared by all threads
+                for number in numbers:  # the iterator is shared by all threads
                     self._retry.check_stop()
                     self._try(number, tally, copied)
                     tally.report_sometimes()
@@ -413,13 +413,13 @@ class _Worker:
         return copied
 
     def _try(self, number: int, tally: Tally, copied: _Copied) -> None:
-        """Copy a file, with retries; note what is wrong with it."""
+        """Copy a file with retries, and record its faults."""
         entry = self._plan.files[number]
         before = tally.bytes
         try:
             try:
-                # Only after a fault does a file cost a closure and the machinery of `Retry`; there
-                # may be millions of files.
+                # Use `Retry`, which costs a closure, only after a fault: there may be millions of
+                # files.
                 self._file(number, entry, tally, before, copied)
             except OSError as error:
                 if not self._tries_again or self._faulty:
@@ -431,8 +431,8 @@ class _Worker:
             self._wrong(entry, str(error), copied)
         except OSError as error:
             tally.bytes = before
-            # A full target fails for all other files as well. Other faults are collected, so that
-            # one run reports all files that need attention.
+            # All other files would fail on a full target as well. Other faults are collected, so
+            # that one run reports all files that need attention.
             if error.errno in FULL:
                 raise StagingError(
                     f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
@@ -448,13 +448,13 @@ class _Worker:
     def _file(
         self, number: int, entry: TreeEntry, tally: Tally, before: int, copied: _Copied
     ) -> None:
-        """Copy a file; after an error, remove its part and restore the byte count `before`."""
+        """Copy a file; after an error, remove the partial file and restore the count `before`."""
         tally.bytes = before
         if self._take is not None:
             self._take()
         pieces = self._reader.read(number)
         data = next(pieces, b"")
-        # Nothing is published after a fault. The rest is still read, to report all faults at once.
+        # Nothing is published after a fault; keep reading to report all faults at once.
         if self._faulty:
             return
         if len(data) == entry.size:
@@ -466,9 +466,9 @@ class _Worker:
         copied.digests.append((number, digest))
 
     def _whole(self, entry: TreeEntry, data: Buffer, rest: Iterator[Buffer]) -> bytes:
-        """Write a file that came in one piece, with as few system calls as possible.
+        """Write a file that arrived in one piece, with as few system calls as possible.
 
-        Asking for the rest makes the reader run its checks at the end of the file.
+        Asking for more data makes the reader run its checks at the end of the file.
         """
         size, digest = entry.size, b""
         if self._how is not None:
@@ -481,8 +481,8 @@ class _Worker:
                 wrote = os.write(target, data) if 0 < size <= WRITE_BYTES else 0
                 if wrote < size:
                     _write_all(target, memoryview(data)[wrote:], wrote)
-                # The time is set last and marks a file as finished; `collect` keeps unfinished
-                # files out by it.
+                # The time is set last and marks a file as finished, by which `collect` recognises
+                # unfinished ones.
                 if next(rest, None) is not None:
                     raise SourceChangedError
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
@@ -500,7 +500,7 @@ class _Worker:
         at = 0
         try:
             try:
-                # Zeros at the end of a sparse file are not written, so its size must be set first.
+                # Zeros at the end of a sparse file are not written, so set its size first.
                 if entry.stored < entry.size:
                     os.ftruncate(target, entry.size)
                 for data in pieces:
@@ -531,7 +531,7 @@ def _write_all(target: int, data: Buffer, at: int) -> None:
 
 
 class _Threads:
-    """This thread and others, to share work."""
+    """A pool of this thread and others that share work."""
 
     def __init__(self, count: int) -> None:
         self._others = count - 1
@@ -549,7 +549,7 @@ class _Threads:
             self._pool.shutdown()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run `work` in all threads at once; in fewer if the job's limit is reached."""
+        """Run `work` in all threads at once; in fewer if the job's thread limit is reached."""
         others = []
         if self._pool is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,6 +1,6 @@
-"""The two ways to bring data to all nodes of a job: a model of their times, and the choice.
+"""How data reaches a job's nodes: a model of both ways and their times, and target `auto`.
 
-The model is described in docs/staging-correctness.md, "How `auto` chooses".
+docs/staging-correctness.md, "How `auto` chooses", describes the model.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
-"""What the model assumes that each node holds before it forwards; in fact messages are smaller."""
+"""The model assumes that nodes buffer this much before forwarding; real messages are smaller."""
 
 _START_SECONDS = 0.5
-"""Time until a chain's first byte: the nodes have to find one another."""
+"""Time until a chain's first byte: nodes must find each other."""
 
-_OPENS_AT_ONCE = 64  # by one node
-_OPEN_SECONDS = 1e-3  # at a metadata server under load
+_OPENS_AT_ONCE = 64  # per node
+_OPEN_SECONDS = 1e-3  # by a metadata server under load
 
 _WORTH = 0.9
-"""`chain` must take at most this part of the time of `shared` to be chosen."""
+"""`chain` is chosen only if it takes at most this fraction of the time of `shared`."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Rates:
     """Rates of file system, network and nodes; 0 means unknown.
 
     The defaults are cautious figures of published systems, not measurements of this one: a mid-size
-    Lustre or NFS server gives some 5 GB/s and some 20,000 opens per second to all its clients; a
-    node with a 25 Gbit/s card gets 2 to 3 GB/s; NVMe writes 2 GB/s.
+    Lustre or NFS server serves about 5 GB/s and 20,000 opens per second to all its clients; a node
+    with a 25 Gbit/s card receives 2 to 3 GB/s; NVMe writes 2 GB/s.
 
     Attributes:
-        shared_rate: of the file system for all nodes, bytes/s.
-        link_rate: between two nodes, and of the file system for one node, bytes/s.
-        disk_rate: of a node's target, bytes/s.
+        shared_rate: file system, all nodes together, bytes/s.
+        link_rate: between two nodes, and from the file system to one node, bytes/s.
+        disk_rate: a node's target, bytes/s.
         metadata_rate: files opened per second by all nodes together.
     """
 
@@ -83,20 +83,21 @@ class Strategy:
 
 
 def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) -> float:
-    """Return the seconds that the model predicts for a method.
+    """Return the predicted seconds of a method.
 
     Args:
         method: one of METHODS.
-        size: bytes of the data.
-        files: that are opened at the source.
-        nodes: of the job.
-        rates: what is known.
+        size: size of the data, bytes.
+        files: number of files opened at the source.
+        nodes: number of nodes of the job.
+        rates: known rates.
     """
     shared, link = rates.shared_rate or 5e9, rates.link_rate or 2.5e9
     disk, metadata = rates.disk_rate or 2e9, rates.metadata_rate or 20_000.0
     one_node = _OPENS_AT_ONCE / _OPEN_SECONDS
     if method == "shared":
-        # The server is the limit with many nodes; with few, each waits for its own round trips.
+        # With many nodes the server is the limit; with few, each node waits for its own round
+        # trips.
         opens = files * nodes / min(metadata, nodes * one_node)
         return max(size * nodes / shared, size / min(link, disk)) + opens
     opens = files / min(metadata, one_node)
@@ -110,14 +111,14 @@ def choose(
     """Choose how all nodes get the data.
 
     Args:
-        size: bytes of the data.
-        files: that are opened at the source.
-        nodes: of the job.
-        rates: what is known of file system, network and nodes.
+        size: size of the data, bytes.
+        files: number of files opened at the source.
+        nodes: number of nodes of the job.
+        rates: known rates of file system, network and nodes.
         wanted: one of METHODS, or "auto".
 
     Raises:
-        InputError: `wanted` is none of them.
+        InputError: `wanted` is neither.
     """
     if wanted not in {"auto", *METHODS}:
         raise InputError(
@@ -158,18 +159,18 @@ def supply_for(
     """Return the `Supply` of a request for this node; every node of the job calls this.
 
     Args:
-        request: what is staged; the same on all nodes.
+        request: data to stage; the same on all nodes.
         method: "auto", "shared" or "chain".
-        place: this node's among the others.
-        most_bytes: limit for scanning an archive: what the target could hold.
-        options: how the first node copies where only it reads.
-        options_of_all: how each node copies where all of them read; the same when left out.
-        rates: what is known of file system, network and nodes, for "auto".
+        place: this node's position.
+        most_bytes: limit for scanning an archive: the capacity of the target.
+        options: how the first node copies if it alone reads the source.
+        options_of_all: how each node copies if all read the source; by default `options`.
+        rates: known rates of file system, network and nodes, for "auto".
         report: prints one sentence; called on the first node.
 
     Raises:
-        InputError: the method is none of these.
-        StagingError: the first node could not choose, or did not come.
+        InputError: the method is unknown.
+        StagingError: the first node could not choose, or did not register.
         StagingStopped: the place's should_stop returned True.
     """
     if method != "auto" or place.nodes == 1:
@@ -185,8 +186,8 @@ def supply_for(
     if method == "shared":
         return _local(request, place, most_bytes, reading, options_of_all)
     try:
-        # Announce this node before reading the source, which may take minutes: once it is there,
-        # the others wait for its choice without a limit.
+        # Register before reading the source, which may take minutes: once this node is registered,
+        # the others wait for its choice without a time limit.
         place.post("0", node=place.node)
         supply = _local(request, place, most_bytes, reading, options_of_all)
         if method == "auto":
@@ -196,7 +197,7 @@ def supply_for(
         secret = secrets.token_bytes(32)
         place.post(START, method=method, secret=secret.hex())
     except BaseException as error:
-        # Without this the others would wait for a record that never comes.
+        # Otherwise the other nodes would wait for a record that never appears.
         place.fail(error)
         raise
     return Head(supply, place, secret, reading) if method == "chain" else supply
@@ -209,7 +210,7 @@ def _local(
     reading: CopyOptions,
     options: CopyOptions | None,
 ) -> LocalSupply:
-    """Return the supply of a node that reads the source; `reading` is how it looks at it first."""
+    """Return the supply of a node that reads the source; `reading` are the options for its scan."""
     retry, rate = Retry(should_stop=place.should_stop), reading.opens_per_second
     try:
         source = open_source(request, retry, most_bytes, opens_per_second=rate)
@@ -227,13 +228,13 @@ def _choice(supply: LocalSupply, nodes: int, rates: Rates | None) -> Strategy:
     return choose(size=size, files=files, nodes=nodes, rates=rates)
 
 
-# Target `auto`: choose between the node's memory, its disk, and the data in place, with a reason.
+# Target `auto`: choose between the node's memory, its disk and using the data in place.
 #
-# Data may take at most half of the free memory: files in memory count as memory of the job, which
-# needs the other half.
+# Data may take at most half of the free memory: files in memory count towards the job's memory,
+# and the job needs the other half.
 
 _TARGETS = ("shm", "local")
-"""In the order of preference."""
+"""In order of preference."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """The result of one request; `choice` for the target "auto"."""
+    """Result of one request; `choice` is set for the target "auto"."""
 
     request: Stage
     result: StageResult
@@ -270,15 +271,15 @@ def stage_chosen(
     """Stage the request of a command line; choose the target if it is "auto".
 
     Args:
-        request: the data.
+        request: data to stage.
         stager: stages it.
         storage: `own_storage`, or a fake.
-        clock: seconds.
+        clock: returns seconds.
 
     Raises:
         HpmlError: as `CopyStager.stage`.
-        CapacityError, InputError: nothing fits, or the node has no target; and the data cannot be
-            used in place.
+        CapacityError, InputError: the data does not fit or the node has no target, and the data
+            cannot be used in place.
     """
     if request.target != AUTO:
         return StageOutcome(request, stager.stage(request))
@@ -320,8 +321,8 @@ def _choose(
     if own:
         here = f"it is on this node's own {own} already"
         return choice(IN_PLACE, here, {}, here)
-    # Look for a copy at every target before measuring room: a kept copy that fills most of a disk
-    # would otherwise make its own target look too small.
+    # Look for copies at all targets before measuring room: otherwise a kept copy that fills most of
+    # a disk would make its own target look too small.
     plan = supply.plan()
     faults = dict(refusals)
     fitting = {}
@@ -355,7 +356,7 @@ def _choose(
 
 
 def _allowed(room: Room) -> Room:
-    """Return the part of the room that data may take: half if it is memory, else all."""
+    """Return the part of the room that data may take: half of memory, all of a disk."""
     return dataclasses.replace(room, bytes=room.bytes // 2) if room.in_memory else room
 
 
@@ -372,12 +373,12 @@ def _misfit(need: Need, room: Room) -> str:
 
 
 def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") -> str:
-    """Return the node's own fast storage that a path is on, such as "disk (ext4)"; "" if none.
+    """Return the type of a node's own fast storage at a path, such as "disk (ext4)"; "" if none.
 
     Shared and network file systems, FUSE and spinning disks do not count as fast.
 
     Raises:
-        OSError: the path is not there.
+        OSError: the path does not exist.
     """
     kind = file_system_type(path, proc_root=proc_root)
     if kind in MEMORY_TYPES:
@@ -386,7 +387,7 @@ def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") 
         return ""
     device = os.stat(path).st_dev
     block = f"{sys_root}/dev/block/{os.major(device)}:{os.minor(device)}"
-    for queue in (f"{block}/queue", f"{block}/../queue"):  # of a disk, of a partition
+    for queue in (f"{block}/queue", f"{block}/../queue"):  # a disk, a partition
         try:
             with open(f"{queue}/rotational", encoding="ascii") as stream:
                 return "" if stream.read().strip() == "1" else f"disk ({kind})"

@@ -1,9 +1,9 @@
-"""The record of published data, by which a later stager checks that it is complete.
+"""The manifest of published data, which later stagers use to check that the data is complete.
 
-A file of two lines of JSON: the manifest, with a BLAKE2b-128 of the second line; and the listing.
-Names that are not UTF-8 keep their bytes; the digests form one string of hexadecimal digits. They
-are XXH3-128 where the interpreter has xxhash, else BLAKE2b with 128 bits: the node agent runs
-without site-packages, and loads xxhash from those of its interpreter anyway.
+A manifest has two lines of JSON: the manifest, with a BLAKE2b-128 of the second line, and the
+listing. Names that are not UTF-8 keep their bytes; the digests form one hexadecimal string. They
+are XXH3-128 if the interpreter has xxhash, else BLAKE2b with 128 bits: the node agent runs without
+site-packages, but loads xxhash from there.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ DIGEST_BYTES = 16
 
 
 class Digest(Protocol):
-    """A digest under construction, as in hashlib."""
+    """A hash object, as in hashlib."""
 
     def update(self, data: Buffer, /) -> object:
-        """Take more data."""
+        """Add data."""
 
     def digest(self) -> bytes:
         """Return the 16 bytes."""
@@ -80,7 +80,7 @@ def hashing_named(name: str) -> Hashing | None:
 
 
 def hashed(blocks: Iterable[Buffer], how: Hashing) -> bytes:
-    """Return the digest of blocks of bytes."""
+    """Return the digest of a sequence of blocks."""
     digest = how.new()
     for data in blocks:
         digest.update(data)
@@ -92,8 +92,8 @@ def _xxhash() -> ModuleType | None:
         return importlib.import_module("xxhash")
     except ImportError:
         pass
-    # The agent runs with -S, so sys.path has no site-packages. Only this one package is loaded from
-    # there: the rest of the user's environment stays out of the agent.
+    # The agent runs with -S, so sys.path has no site-packages. Load only this one package from
+    # there, to keep the rest of the user's environment out of the agent.
     prefix = os.path.dirname(os.path.dirname(sys.executable))
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     places = [f"{prefix}/{lib}/{version}/site-packages" for lib in ("lib", "lib64")]
@@ -101,7 +101,7 @@ def _xxhash() -> ModuleType | None:
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as the import system does: the package imports its own parts.
+    # Register it before executing, as the import system does: the package imports its submodules.
     sys.modules["xxhash"] = module
     try:
         spec.loader.exec_module(module)
@@ -117,12 +117,12 @@ _MOST_TASKS = 1024
 
 @dataclass(frozen=True)
 class Listing:
-    """The contents of a published directory, all paths relative to it.
+    """The contents of a published directory; all paths are relative to it.
 
     Attributes:
-        files: names of files; of several hard links the first.
-        sizes: of the files, in bytes.
-        digests: of the files, or empty.
+        files: names of files; for hard links, the first name.
+        sizes: sizes of the files, in bytes.
+        digests: digests of the files, or empty.
         hard_links: (name, first name).
         directories: names, parents before children.
         symlinks: (name, text).
@@ -153,13 +153,13 @@ class Manifest:
     """The record of one published directory; bytes count each inode once, files each name.
 
     Attributes:
-        name: the job's name for it.
+        name: the job's name for the data.
         source: path of the source.
-        kind: the source's kind.
-        method: how the data was brought.
-        bytes: sum of the sizes of its files.
-        files: number of names of files.
-        digest: of the tree, as "xxh3_128:<hex>"; "" without hashing.
+        kind: kind of the source.
+        method: how the data was brought here.
+        bytes: total size of its files.
+        files: number of file names.
+        digest: digest of the tree, as "xxh3_128:<hex>"; "" without hashing.
         listing: the contents.
     """
 
@@ -173,7 +173,7 @@ class Manifest:
     listing: Listing = field(default_factory=Listing)
 
     def write(self, path: str) -> None:
-        """Write durably.
+        """Write the manifest durably.
 
         Raises:
             RecordError: the directory cannot be written.
@@ -186,7 +186,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str) -> Manifest | None:
-        """Read; None if there is none or it is damaged."""
+        """Read a manifest; return None if it is missing or damaged."""
         try:
             with open(path, "rb") as stream:
                 line, _, body = stream.read().partition(b"\n")
@@ -208,10 +208,11 @@ def _sum(body: bytes) -> str:
 
 
 def tree_digest(listing: Listing, how: Hashing) -> str:
-    """Return the digest of all names, types, sizes, contents and link texts, "" without digests.
+    """Return a digest of all names, types, sizes, contents and link texts; "" without digests.
 
     It does not depend on how the tree was staged: hard links count as files, and modes and times
-    are left out. It is a hash over records sorted by name: name, NUL, type (f, d or l), size in
+    are left out. It hashes one record per name, sorted by name: name, NUL, type (f, d or l), size
+    in
     8 bytes (little-endian), and the file's digest, or the link's text and NUL.
     """
     if len(listing.digests) != len(listing.files):
@@ -232,7 +233,7 @@ def tree_digest(listing: Listing, how: Hashing) -> str:
         records.append(
             b"%b\0l%b%b\0" % (os.fsencode(name), len(target).to_bytes(8, "little"), target)
         )
-    # Sorted, because a scan, an archive and a pack list the same tree in different orders.
+    # Sort, because a scan, an archive and a pack list the same tree in different orders.
     records.sort()
     whole = how.new()
     whole.update(b"".join(records))
@@ -243,7 +244,7 @@ def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]
     """Yield (path, fault) of all differences from the manifest: names, types, sizes, link texts.
 
     Raises:
-        OSError: the directory cannot be looked at.
+        OSError: the directory cannot be read.
     """
     listing = manifest.listing
     sizes = dict(zip(listing.files, listing.sizes))
@@ -289,7 +290,7 @@ def content_digest(path: str, how: Hashing) -> bytes:
 
 
 def manifest_path(data: str) -> str:
-    """Return the path of the manifest of published data, in the directory that contains it."""
+    """Return the path of the manifest next to published data."""
     data = os.path.realpath(data)
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
 
@@ -317,15 +318,15 @@ def is_whole(directory: str, manifest: Manifest) -> bool:
 
 @dataclass
 class VerifyReport:
-    """The result of a comparison.
+    """Result of a comparison.
 
     Attributes:
-        path: of the data.
-        files: number of names of files that were staged.
-        bytes: sum of the sizes of the files whose contents were read.
+        path: path of the data.
+        files: number of staged file names.
+        bytes: total size of the files that were read.
         seconds: wall time.
-        hashed: contents were compared; else only names, types, sizes and links, because there are
-            no digests, or this Python does not have their hashing.
+        hashed: contents were compared; otherwise only names, types, sizes and links, because there
+            are no digests or this Python lacks their hash.
         count: number of paths with faults.
         problems: (path below the data, fault) of the first 20.
     """
@@ -339,7 +340,7 @@ class VerifyReport:
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, path: str, fault: str) -> None:
-        """Note a path with a fault."""
+        """Add a path with a fault."""
         self.count += 1
         if len(self.problems) < PATHS_TOLD:
             self.problems.append((path, fault))
@@ -356,15 +357,15 @@ def verify(
     Damaged data is marked, so that it is not used again and `clean` may remove it.
 
     Args:
-        path: of the data.
-        workers: processes that read; one for each CPU, at most 16, if left out.
+        path: path of the data.
+        workers: number of reading processes; by default one per CPU, at most 16.
         should_stop: called ten times a second.
 
     Raises:
         NotFoundError: the data or its manifest does not exist.
         StagingStopped: should_stop returned True.
-        StagingError: a worker died, or a directory above is closed to this user.
-        OSError: the data cannot be looked at.
+        StagingError: a worker died, or this user may not enter a parent directory.
+        OSError: the data cannot be read.
     """
     began = time.monotonic()
     manifest = published_manifest(path)
@@ -376,7 +377,7 @@ def verify(
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
     report = VerifyReport(path, files=manifest.files, hashed=how is not None)
     faulty = set()
-    # Names and sizes first: reading files that are known to be damaged would only take time.
+    # Names and sizes first: reading files that are known to be damaged would only waste time.
     for name, fault in verify_tree(path, manifest):
         report.add(name, fault)
         faulty.add(name)
@@ -395,7 +396,7 @@ def _mark(path: str, *, damaged: bool) -> None:
     with contextlib.suppress(OSError):
         if not damaged:
             os.unlink(mark)
-        # Not if root verifies a user's data: the mark would be root's, in the user's directory.
+        # Root must not mark a user's data: root would own the mark in the user's directory.
         elif os.stat(os.path.dirname(mark)).st_uid == os.geteuid():
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 

@@ -1,8 +1,8 @@
 """Pack a tree into shards: plain POSIX tar archives, written by several processes at once.
 
-`data-00000.tar` and the following contain the regular files. `tree.tar` has directories and links;
-it is unpacked last, so that directories keep their times. All shards are written into a hidden
-directory next to the destination, which is renamed when it is complete.
+`data-00000.tar` and its successors contain the regular files. `tree.tar` has directories and links;
+it is unpacked last, so that directories keep their times. All shards are written to a hidden
+directory next to the destination, which is renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.workers import Report
 
 OnPack = Callable[[int, int, int, int], None]
-"""Called often with (bytes done, files done, bytes in all, files in all)."""
+"""Called often with (bytes done, files done, total bytes, total files)."""
 
 _LEAST_SHARD_BYTES = 1 << 16
 _BLOCK = 512
@@ -68,10 +68,10 @@ class PackRequest:
 
     Attributes:
         source: a directory.
-        dest: the directory of the shards, new or empty.
-        shard_bytes: shards do not grow larger, unless one sample alone does.
-        workers: processes; 0: one for each CPU that this process may use.
-        outside_links: pack symbolic links that leave the tree as they are.
+        dest: directory for the shards, new or empty.
+        shard_bytes: maximum size of a shard, unless a single sample is larger.
+        workers: number of processes; 0 for one per CPU that this process may use.
+        outside_links: pack symbolic links that leave the tree unchanged.
     """
 
     source: str
@@ -83,19 +83,19 @@ class PackRequest:
 
 @dataclass(frozen=True)
 class PackResult:
-    """The result of packing.
+    """Result of packing.
 
     Attributes:
         pack: the directory.
-        shards: archives.
-        files: regular files, a file with several names once.
-        hard_links: further names of files.
-        symbolic_links: of all kinds.
-        directories: without the top.
-        bytes: sizes of the files.
-        archive_bytes: sizes of the archives.
-        seconds: wall time, reading the tree included.
-        note: something to know; empty when there is nothing.
+        shards: number of archives.
+        files: number of regular files, counting a file with several names once.
+        hard_links: number of additional names of files.
+        symbolic_links: number of all symbolic links.
+        directories: number of directories, without the top.
+        bytes: total size of the files.
+        archive_bytes: total size of the archives.
+        seconds: wall time, including the scan of the tree.
+        note: a remark for the user; may be empty.
     """
 
     pack: str
@@ -118,14 +118,14 @@ def pack(
     """Pack a tree into shards: all of them, or none.
 
     Args:
-        request: what is wanted.
+        request: what to pack.
         on_pack: called with the progress.
-        should_stop: called ten times a second; True ends it with StagingStopped.
+        should_stop: called ten times a second; True ends packing with StagingStopped.
 
     Raises:
         InputError: source or destination cannot be used.
-        CapacityError: it does not fit; found before a byte is written.
-        StagingError: something of the source cannot be read or changed, or the destination cannot
+        CapacityError: it does not fit; found before anything is written.
+        StagingError: part of the source cannot be read or has changed, or the destination cannot
             be written.
     """
     begin = time.monotonic()
@@ -138,20 +138,20 @@ def pack(
     shards = list(_shards(tree, request.shard_bytes))
     above, name = os.path.split(dest)
     others = _others(above, name)
-    # Next to the destination, so that the rename at the end stays within one file system and
-    # happens at once: a pack is whole or absent, also after a crash.
+    # Next to the destination, so that the final rename stays within one file system and is atomic:
+    # a pack is complete or absent, even after a crash.
     partial = f"{above}/.{name}.packing-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         os.makedirs(partial)
         need = sum(sum(map(_stored, shard)) + len(_END) for shard in shards)
         need += _BLOCK * 3 * (len(tree.directories) + len(tree.symlinks) + len(tree.hard_links))
         check_room(Need(need, len(shards) + 2), room_at(above), name="DEST", where=shown(above))
-        # Lustre takes the striping of a file from its directory when the file is created, so this
-        # comes before the first shard.
+        # Lustre takes a file's striping from its directory when the file is created, so set it
+        # before the first shard is written.
         note = _stripe(partial, request.shard_bytes)
         _write(tree, shards, partial, request.workers, retry, on_pack)
-        # Shards are on disk already. Their names must be before the rename, and the new name after
-        # it.
+        # The shards' contents are on disk. Sync their names before the rename, and the new name
+        # after it.
         fsync_dir(partial)
         archive_bytes = sum(os.stat(f"{partial}/{one}").st_size for one in os.listdir(partial))
         os.rename(partial, dest)
@@ -211,7 +211,7 @@ def _others(above: str, name: str) -> str:
 
 
 def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
-    """Yield the files of each shard, sample by sample; no sample is split."""
+    """Yield the files of each shard, sample by sample; samples are never split."""
     shard: list[TreeEntry] = []
     sample: list[TreeEntry] = []
     size = len(_END)
@@ -221,7 +221,7 @@ def _shards(tree: CopyPlan, shard_bytes: int) -> Iterator[list[TreeEntry]]:
         if entry is not None and key is not None and key[:2] == last:
             sample.append(entry)
             continue
-        # A sample's files stay in one shard, even if it grows too large: webdataset reads a sample
+        # Keep a sample's files in one shard, even if it grows too large: webdataset reads a sample
         # from consecutive members.
         more = sum(map(_stored, sample))
         if shard and size + more > shard_bytes:
@@ -248,7 +248,7 @@ def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _stored(entry: TreeEntry) -> int:
-    """Return the bytes that a file takes in an archive, or a few more."""
+    """Return the bytes that a file takes in an archive, rounded up."""
     name = len(os.fsencode(entry.path))
     head = _BLOCK
     if name > _LONGEST_NAME or entry.size >= _LARGEST:
@@ -277,7 +277,7 @@ def _write(
         for path, reason in found:
             problems.add(path, reason)
 
-    # Equal numbers of digits, so that names sort in the order of the shards.
+    # Pad numbers to equal length, so that names sort in the order of the shards.
     digits = max(5, len(str(len(shards))))
 
     @contextlib.contextmanager
@@ -305,17 +305,17 @@ def _write(
     with _new_file(f"{directory}/{TREE_SHARD}") as out:
         comment = {"comment": f"{PACK_COMMENT}{len(shards)}"}
         out.write(tarfile.TarInfo.create_pax_global_header(comment))
-        # Python's tarfile refuses an archive that ends behind a global header.
+        # Python's tarfile rejects an archive that ends after a global header.
         for header in list(_tree_headers(tree)) or [_header("./", tree.top, kind=tarfile.DIRTYPE)]:
             out.write(header)
-    # Files that came or went while shards were written show in the times of their directories.
+    # Directory times reveal files that were added or removed while shards were written.
     check_directories(tree, retry, problems)
     problems.raise_any("wait until the tree is complete")
 
 
 @contextlib.contextmanager
 def _new_file(path: str) -> Iterator[IO[bytes]]:
-    """Yield a new archive; at the end of the block, write its end mark and sync it to disk."""
+    """Yield a new archive; at the end of the block, write the end marker and sync it to disk."""
     with open(path, "xb", buffering=WRITE_BYTES) as out:
         try:
             yield out
@@ -327,13 +327,13 @@ def _new_file(path: str) -> Iterator[IO[bytes]]:
 
 
 class _Writer:
-    """Adds files to archives; reports what cannot be read, and continues with the others."""
+    """Adds files to archives; records those that cannot be read, and continues."""
 
     def __init__(self, tree: CopyPlan, report: Report) -> None:
         self._files = tree.files
         self._retry = Retry()
         self._reader = TreeSource(tree.source_root, self._retry).reader(tree)
-        self._faulty = False  # if set, files are only read, to find further faults
+        self._faulty = False  # when set, files are only read, to find further faults
         self._problems: list[tuple[str, str]] = []
         self._tally = Tally(report)
 
@@ -342,7 +342,7 @@ class _Writer:
         entry = self._files[number]
         self._write(out, _header(entry.path, entry))
         try:
-            pieces = self._retry(lambda: self._reader.read(number))  # small files are read here
+            pieces = self._retry(lambda: self._reader.read(number))  # this reads small files
             while (data := next(pieces, None)) is not None:
                 self._write(out, data)
                 self._tally.bytes += len(data)
@@ -355,7 +355,7 @@ class _Writer:
         self._tally.files += 1
 
     def take_problems(self) -> list[tuple[str, str]]:
-        """Return (path, reason) of what could not be read since the last call; report figures."""
+        """Return (path, reason) of files that failed since the last call; report the progress."""
         self._tally.report()
         found, self._problems = self._problems, []
         return found
@@ -369,7 +369,7 @@ class _Writer:
 
 
 class _ArchiveError(Exception):
-    """An archive cannot be written; a plain OSError would be blamed on the source."""
+    """An archive cannot be written; a plain OSError would be attributed to the source."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -384,7 +384,7 @@ def _header(
     link: str = "",
     mtime: int = 0,
 ) -> bytes:
-    """Return a member's ustar header, with user and group 0 and no names for them.
+    """Return a member's ustar header, with user and group 0 and without their names.
 
     A name, size or time that does not fit gets an extended header (pax).
     """
@@ -404,10 +404,10 @@ def _header(
 
 
 def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
-    """Yield headers of links, then of directories, whose times a new link would change.
+    """Yield headers of links, then of directories, because a new link would change their times.
 
-    A directory is followed by what is in it, `a/x` before `a-b`: GNU tar sets the time of `a` when
-    it meets the first name outside of it.
+    Directories come right before their contents, `a/x` before `a-b`: GNU tar sets the time of `a`
+    at the first name outside of it.
     """
     named = {hard.first for hard in tree.hard_links}
     firsts = {entry.path: entry for entry in tree.files if entry.path in named}
@@ -420,7 +420,7 @@ def _tree_headers(tree: CopyPlan) -> Iterator[bytes]:
 
 
 def _stripe(directory: str, shard_bytes: int) -> str:
-    """Spread new archives over Lustre's servers by their size; return an error message or ""."""
+    """Stripe new archives over Lustre's servers by their size; return an error message or ""."""
     if file_system_type(directory) != "lustre":
         return ""
     count = max(1, min(_MOST_STRIPES, -(-shard_bytes // _PER_STRIPE_BYTES)))

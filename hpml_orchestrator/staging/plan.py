@@ -1,4 +1,4 @@
-"""The plan of a copy, made by scanning the source; nothing is written here."""
+"""The plan of a copy: made by scanning a tree, or from an archive's members. Writes nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     # (name, status, fault) of an entry; either the status or the fault is set
 
 NO_FILE = "is a device, fifo or socket"
-"""Why neither a regular file nor a directory or link is copied."""
+"""Why something other than a file, directory or link is not copied."""
 
 CIRCLE = "symbolic link to a directory above it"
-"""Why a directory is not copied when links are followed."""
+"""Why a directory is not copied when following links."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,12 +42,12 @@ _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
 _ROWS_AT_ONCE = 1000
 _MANIFEST_BYTES_PER_FILE = 34
-_STAGER_BYTES_PER_FILE = 690  # of Python, while a million files of short names are staged
+_STAGER_BYTES_PER_FILE = 690  # in Python, measured with a million short names
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
 class TreeEntry(NamedTuple):
-    """A directory or a regular file; `path` is relative to the top, `stored` without holes."""
+    """A directory or a regular file; `path` is relative to the top, `stored` excludes holes."""
 
     path: str
     mode: int
@@ -59,7 +59,7 @@ class TreeEntry(NamedTuple):
 
 
 class HardLink(NamedTuple):
-    """A further name of a file of the same plan."""
+    """An additional name of a file of the same plan."""
 
     path: str
     first: str
@@ -75,16 +75,16 @@ class Symlink(NamedTuple):
 
 @dataclass
 class CopyPlan:
-    """Everything that a copy creates below one directory.
+    """Everything that a copy creates in one directory.
 
     Attributes:
-        source_root: directory that the entries' paths start from (not used for an archive).
+        source_root: directory that the entries' paths are relative to (unused for archives).
         top: the directory itself.
         directories: parents before children.
-        origins: source name of an entry that changes its name.
+        origins: source names of renamed entries.
         stamps: size, times and inode of each archive.
         at_least: scanning stopped early because the data cannot fit.
-        label: the source's name in messages, if it is not `source_root`.
+        label: name of the source in messages, if it is not `source_root`.
     """
 
     source_root: str
@@ -100,12 +100,12 @@ class CopyPlan:
 
     @property
     def name(self) -> str:
-        """What the source is called in messages."""
+        """Name of the source in messages."""
         return shown(self.label or self.source_root)
 
     @property
     def bytes(self) -> int:
-        """Sum of the sizes of the regular files, each inode counted once."""
+        """Total size of the regular files, each inode counted once."""
         return sum(entry.size for entry in self.files)
 
     @property
@@ -115,28 +115,27 @@ class CopyPlan:
 
     @functools.cached_property
     def fingerprint(self) -> builtins.bytes:
-        """BLAKE2b over names, sizes, times, inodes, modes and links of a plan, 16 bytes.
+        """BLAKE2b (16 bytes) over the names, sizes, times, inodes, modes and links of a plan.
 
-        Not XXH3, which not every interpreter has. The ctime and the inode show that a file was
-        written again though its time was set back (`cp -p`, `rsync -t`, `tar -x`), the stamps that
-        an archive was.
+        Not XXH3, which not every interpreter has. ctime and inode reveal a rewritten file with its
+        old time (`cp -p`, `rsync -t`, `tar -x`), and the stamps a rewritten archive.
         """
         digest = hashlib.blake2b(digest_size=_KEY_BYTES)
         digest.update(b"%d:" % self.top.mode)
         for entries in (self.directories, self.files):
-            _add_many(digest, entries, 6)  # without `stored`, which a file system may change
+            _add_many(digest, entries, 6)  # excludes `stored`, which file systems may change
         for links in (self.hard_links, self.symlinks):
             _add_many(digest, links, 2)
         digest.update(repr(self.stamps).encode())
         return digest.digest()
 
     def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:
-        """Return the bytes and inodes that the plan takes on a file system, manifest included.
+        """Return the bytes and inodes that the plan takes on a file system, including the manifest.
 
         Args:
-            block_bytes: files take a multiple of this.
-            inode_bytes: kernel memory of each file, directory and link. If it is not 0, memory is
-                the limit, and the stager's own memory counts as well.
+            block_bytes: block size of the file system.
+            inode_bytes: kernel memory per file, directory and link. If it is not 0, memory is the
+                limit, and the stager's own memory counts as well.
         """
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
@@ -147,7 +146,7 @@ class CopyPlan:
         return Need(total, inodes, self.at_least)
 
     def _manifest_bytes(self) -> int:
-        """Return about how much the manifest takes: names, sizes, digests."""
+        """Estimate the size of the manifest: names, sizes, digests."""
         lists = (self.directories, self.files, self.hard_links, self.symlinks)
         names = [entry[0] for entries in lists for entry in entries]
         names += [link[1] for links in (self.hard_links, self.symlinks) for link in links]
@@ -166,7 +165,7 @@ def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], colum
 class _Looker:
     """Lists directories below a root, with the status of each entry.
 
-    On a network file system many threads do so, because each call waits for the server.
+    On a network file system it uses many threads, because each call waits for the server.
     """
 
     def __init__(self, root: str, retry: Retry, rate: float, *, follow_links: bool) -> None:
@@ -183,7 +182,7 @@ class _Looker:
             if isinstance(names, str):
                 parts.append((directory, names))
                 continue
-            # Parts, so that several threads share a directory of a million files.
+            # Split the list, so that several threads share a directory of a million files.
             each = range(0, len(names), _NAMES_AT_ONCE)
             parts += [(directory, names[at : at + _NAMES_AT_ONCE]) for at in each]
         for (directory, _), rows in zip(parts, self._map(self._rows, parts)):
@@ -194,7 +193,7 @@ class _Looker:
             from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
 
             with ThreadPoolExecutor(self._threads) as pool, contextlib.suppress(RuntimeError):
-                results = pool.map(call, items)  # raises if the job may have no more threads
+                results = pool.map(call, items)  # raises if the job's limit of threads is reached
                 return (yield from results)
         yield from map(call, items)
 
@@ -230,7 +229,7 @@ class _Looker:
 
 
 def _stat_through(path: str) -> os.stat_result:
-    """Return the status of what a link leads to; of the link itself if it leads nowhere."""
+    """Return the status of a link's target, or of the link itself if it is broken."""
     try:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -238,10 +237,10 @@ def _stat_through(path: str) -> os.stat_result:
 
 
 def scan_file(source: str, retry: Retry) -> CopyPlan:
-    """Plan a directory with a single file, under the name of the source.
+    """Plan a directory with a single file, named like the source.
 
     Raises:
-        OSError: the file cannot be looked at.
+        OSError: the file's status cannot be read.
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
@@ -262,27 +261,27 @@ def scan_tree(
     rate: float = 0.0,
     problems: Problems | None = None,
 ) -> CopyPlan:
-    """Plan a copy of everything below a directory.
+    """Plan a copy of everything in a directory.
 
     Args:
         source: the directory.
-        retry: calls again after faults that pass.
-        verb: the caller's action, for the error.
-        outside_links: take symbolic links that leave the tree as they are.
-        follow_links: take what symbolic links lead to; a link that leads nowhere stays a link.
-        rate: entries that may be looked at per second; 0 for any.
-        problems: collects what cannot be copied and is left out of the plan; without it this is an
+        retry: retries calls after transient faults.
+        verb: the caller's action, for the error message.
+        outside_links: accept symbolic links that leave the tree, and copy them unchanged.
+        follow_links: copy the targets of symbolic links; broken links stay links.
+        rate: limit of entries examined per second; 0 for none.
+        problems: collects what cannot be copied and is left out of the plan; by default this is an
             error.
 
     Raises:
-        StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
-            symbolic links that leave the tree. Names the first 20 paths and the count.
-        OSError: the directory itself cannot be looked at.
+        StagingError: something cannot be read or is not copied: devices, fifos, sockets, symbolic
+            links that leave the tree. Names the first 20 paths and the count.
+        OSError: the directory itself cannot be read.
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     plan = CopyPlan(real, TreeEntry("", info.st_mode, info.st_mtime_ns))
-    above = {"": {(info.st_dev, info.st_ino)}}  # of each directory, with itself; to notice circles
+    above = {"": {(info.st_dev, info.st_ino)}}  # ancestors of each directory, to detect cycles
     is_strict = problems is None
     problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
@@ -299,7 +298,7 @@ def scan_tree(
                     continue
                 mode = found.st_mode
                 kind = mode & _S_IFMT
-                # The common case has a short path of its own; the rest is in `_add`.
+                # Fast path for the common case; the rest is in `_add`.
                 if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
                     plan.files.append(_entry(path, found, found.st_size))
                 elif kind == _S_IFDIR:
@@ -359,10 +358,10 @@ def _add(
 
 
 def link_fault(path: str, target: str, root: str = "") -> str:
-    """Return why a symbolic link is refused, "" when it stays below the top.
+    """Return why a symbolic link is refused; "" if it stays below the top.
 
-    A `..` behind a name could climb out through another link, which the text alone does not show:
-    then only a link of a real tree below `root` is accepted, by its real target.
+    A `..` after a name could climb out through another link, which the text alone does not show. So
+    such a link is accepted only in a real tree below `root`, by its resolved target.
     """
     parts = [part for part in target.split("/") if part not in {"", "."}]
     leading = 0
@@ -388,7 +387,7 @@ def data_ranges(fd: int, size: int) -> list[tuple[int, int]]:
             start = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, start, os.SEEK_HOLE)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole from here on
+            if error.errno == errno.ENXIO:  # only a hole from here on
                 break
             if error.errno != errno.EINVAL:
                 raise
@@ -399,14 +398,14 @@ def data_ranges(fd: int, size: int) -> list[tuple[int, int]]:
 
 
 def has_holes(info: os.stat_result) -> bool:
-    """Return whether a file occupies less than its size; true also of compressed files."""
+    """Return whether a file occupies less than its size; also true for compressed files."""
     return info.st_blocks * _STAT_BLOCK_BYTES < info.st_size
 
 
 def _file_entry(path: str, full: str, info: os.stat_result) -> TreeEntry:
     stored = info.st_size
     if has_holes(info):
-        # O_NONBLOCK: if a fifo took the file's place since `lstat`, opening it must not hang.
+        # O_NONBLOCK: if a fifo replaced the file since `lstat`, opening it must not hang.
         fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             stored = sum(end - start for start, end in data_ranges(fd, info.st_size))
@@ -420,7 +419,7 @@ def _entry(path: str, info: os.stat_result, stored: int) -> TreeEntry:
     return TreeEntry(path, info.st_mode, info.st_mtime_ns, size, inode, changed, stored)
 
 
-# Builds the plan of an archive from its members, none of which is trusted.
+# Plan an archive from its untrusted members.
 #
 # All kinds of archives use this. It refuses names that are absolute, lead out, contain a NUL or
 # occur twice, members below a file or a link, and links that leave the root. Files are later
@@ -429,7 +428,8 @@ def _entry(path: str, info: os.stat_result, stored: int) -> TreeEntry:
 MOST_MEMBERS = 10_000_000
 _HARMLESS_BYTES = 512 << 20
 _HONEST_RATIO = 250
-"""Text shrinks to a tenth, label masks to a hundredth; zeros to 1/1030 (gzip) or 1/30000 (zstd)."""
+"""Text compresses to a tenth, label masks to a hundredth; zeros to 1/1030 (gzip), 1/30000
+(zstd)."""
 
 _LATEST_NS = (1 << 34) * 1_000_000_000
 _FILE, _DIRECTORY, _LINK = 1, 2, 3
@@ -457,13 +457,13 @@ class Members:
     """Checks members one by one and builds the plan.
 
     Args:
-        source: the archive, for errors.
-        mtime_ns: of the top and of directories that are only implied.
-        outside_links: take symbolic links that leave the root as they are.
-        shard_of: returns the name of the shard of a file of the plan, by its number.
+        source: the archive, for error messages.
+        mtime_ns: time of the top and of directories without their own member.
+        outside_links: accept symbolic links that leave the root, and copy them unchanged.
+        shard_of: returns the name of the shard of a file of the plan, given its number.
 
     Attributes:
-        shard: name of the shard whose members come; "" if there is one archive.
+        shard: name of the shard that is being read; "" for a single archive.
     """
 
     shard = ""
@@ -485,7 +485,7 @@ class Members:
         self._kinds = {"": _DIRECTORY}
         self._at: dict[str, int] = {}
         self._links: dict[str, Symlink] = {}
-        self._parent = ""  # the last one that was found to be a directory
+        self._parent = ""  # the directory that was checked last
 
     def check_count(self, count: int) -> None:
         """Refuse an archive with an absurd number of members.
@@ -497,13 +497,13 @@ class Members:
             raise StagingError(f"{shown(self._source)}: holds more than {MOST_MEMBERS} members")
 
     def check_bytes(self, packed: int) -> None:
-        """Refuse an archive that unpacks to absurdly more bytes than it has.
+        """Refuse an archive that unpacks to an absurd multiple of its size.
 
         Args:
-            packed: the archive's own bytes.
+            packed: size of the archive in bytes.
 
         Raises:
-            StagingError: it does.
+            StagingError: it unpacks to too much.
         """
         if self.total_bytes > honest_bytes(packed):
             raise StagingError(
@@ -514,7 +514,7 @@ class Members:
             )
 
     def file(self, name: str, mode: int, mtime_ns: int, size: int) -> bool:
-        """Plan a regular file; False when it is refused, which is noted."""
+        """Plan a regular file; if it is refused, record that and return False."""
         try:
             path = self._new(name)
         except RefusedError as error:
@@ -526,7 +526,7 @@ class Members:
         return True
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:
-        """Plan a directory, or set the mode and time of one that a member below it implied."""
+        """Plan a directory, or set the mode and time of one that an earlier member implied."""
         try:
             path = plain_name(name)
             there = self._kinds.get(path)
@@ -559,9 +559,9 @@ class Members:
         self.plan.symlinks.append(self._links[path])
 
     def hard_link(self, name: str, target: str) -> None:
-        """Plan a further name of an earlier file or symbolic link.
+        """Plan an additional name of an earlier file or symbolic link.
 
-        tar stores further names of a symbolic link in the same way; they become links with the
+        tar stores additional names of a symbolic link in the same way; they become links with the
         same text, as when a tree is copied.
         """
         try:
@@ -579,7 +579,7 @@ class Members:
         self.plan.hard_links.append(HardLink(path, first))
 
     def refuse(self, name: str, reason: str = "is a device, a fifo or of unknown type") -> None:
-        """Note a member that cannot be unpacked."""
+        """Record a member that cannot be unpacked."""
         self.problems.add(name, reason)
 
     def _new(self, name: str) -> str:
@@ -614,7 +614,7 @@ class Members:
             for name in reversed(missing):
                 self._add_directory(TreeEntry(name, 0o755, self.plan.top.mtime_ns))
         self._check_directory(parent)
-        # Members of one directory usually follow each other, so its parents are checked once.
+        # Members of one directory usually follow each other, so check its parents only once.
         self._parent = parent
 
     def _check_directory(self, path: str) -> None:
@@ -639,7 +639,7 @@ def honest_bytes(packed: int) -> int:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name certainly needs no cleaning; names of hidden files may be clean too."""
+    """Return whether a name needs no cleaning; False for some clean names of hidden files."""
     return (
         "/." not in name
         and "//" not in name
@@ -650,10 +650,10 @@ def is_plain(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a member's name without `.` and empty parts, "" for the top.
+    """Return a member's name without `.` and empty parts; "" for the top.
 
     Raises:
-        RefusedError: it is absolute, climbs out, or holds a NUL.
+        RefusedError: it is absolute, climbs out, or contains a NUL.
     """
     if not name:
         raise RefusedError("has no name", _REPACK)

@@ -1,4 +1,4 @@
-"""What to stage, and the errors of staging."""
+"""What to stage, the results, and the errors of staging."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpml_orchestrator.records.job import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Faults of file systems: which are retried, and how they are reported.
+# File system faults: which are retried, and how they are reported.
 
 T = TypeVar("T")
 
@@ -31,16 +31,16 @@ UNREADABLE = "ask its owner for access"
 NO_ROOM_LEFT = "something else took the room that was free before; choose another target"
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
-_DELAYS = 6  # 6.3 s in all
+_DELAYS = 6  # 6.3 s in total
 _GIVEN_UP_SECONDS = 60.0
 
 
 def links_hint(root: str, targets: Sequence[str]) -> str:
-    """Return what helps with links that leave a tree, by its real path and their targets there."""
+    """Return advice for links that leave a tree, given its real path and their targets."""
     hint = "follow_links: true (as an option --follow-links) copies what links lead to"
     hint += f"; {OUTSIDE_LINKS} as they are"
     if any(target.startswith("/") for target in targets):
-        return hint  # no tree may hold absolute links
+        return hint  # absolute links are never allowed
     parent = os.path.commonpath([root, *(os.path.normpath(f"{root}/{one}") for one in targets)])
     told = f"; {shown(parent)} is above the links and what they lead to"
     return hint + told if parent.count("/") > 1 else hint
@@ -54,14 +54,14 @@ class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
 
 
 class SourceChangedError(Exception):
-    """A source has changed since it was scanned."""
+    """The source has changed since it was scanned."""
 
     def __init__(self, how: str = "changed while it was copied") -> None:
         super().__init__(how)
 
 
 def shown(path: str) -> str:
-    """Return a path as one line of valid text, with the middle of a very long one left out."""
+    """Return a path as one line of valid text; a very long one is abbreviated in the middle."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(text) <= _PATH_CHARACTERS:
@@ -71,17 +71,17 @@ def shown(path: str) -> str:
 
 
 def why(error: BaseException) -> str:
-    """Return the reason of a fault without the path that the caller names."""
+    """Return the reason of a fault, without the path: the caller adds that."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
 
 
 def is_directory(path: str) -> bool:
-    """Return whether there is a directory at a path.
+    """Return whether a path is a directory.
 
     Raises:
-        StagingError: unknown, because a directory above it is closed to this user.
+        StagingError: unknown, because this user may not enter a parent directory.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -94,7 +94,7 @@ def is_directory(path: str) -> bool:
 
 
 def request_error(name: str, source: str, error: BaseException) -> BaseException:
-    """Convert an OSError or a record's error to one about the request; return others unchanged."""
+    """Convert an OSError or RecordError to an error about the request; return others unchanged."""
     if isinstance(error, (StagingError, InputError)):
         return error
     if isinstance(error, HpmlError):
@@ -110,9 +110,9 @@ def request_error(name: str, source: str, error: BaseException) -> BaseException
 
 
 class Retry:
-    """Retries after faults that may pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
+    """Retries after transient faults: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
 
-    If a fault does not pass, no other is retried for a minute: a failing disk causes many of them,
+    If a fault persists, nothing else is retried for a minute: a failing disk causes many faults,
     and the copy is lost in any case.
     """
 
@@ -135,18 +135,18 @@ class Retry:
             raise StagingStopped
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Call with retries and return the result; raises the last OSError if the fault stays."""
+        """Call with retries and return the result; raises OSError if the fault persists."""
         try:
             return call()
         except OSError as error:
             return self.again(call, error)
 
     def again(self, call: Callable[[], T], fault: OSError) -> T:
-        """Retry after the first fault of a call; raises it if it is not one that may pass."""
+        """Retry after a call's first fault; raises the fault if it is not transient."""
         delay = _FIRST_DELAY_SECONDS
         for _ in range(_DELAYS):
-            # After one fault that lasted for all retries, the next ones fail at once: 6.3 s for
-            # each of a thousand unreadable files would keep the job waiting for hours.
+            # After one fault that outlasted all retries, later ones fail at once: 6.3 s for each of
+            # a thousand unreadable files would delay the job for hours.
             if fault.errno not in TRANSIENT or time.monotonic() < self._given_up:
                 raise fault
             self.check_stop()
@@ -161,7 +161,7 @@ class Retry:
         raise fault
 
     def stopped_by(self, should_stop: Callable[[], bool]) -> Retry:
-        """Return a copy with another condition to stop."""
+        """Return a copy with another stop condition."""
         return Retry(self.sleep, should_stop)
 
 
@@ -171,7 +171,7 @@ _HINTS = {
     os.strerror(errno.ENOENT): _WRITTEN,  # it existed when its directory was listed
     str(SourceChangedError()): _WRITTEN,
 }
-"""Hints by the text of a fault: workers in other processes report nothing but the text."""
+"""Hints by the text of a fault: workers in other processes report only text."""
 
 
 class Problems:
@@ -181,7 +181,7 @@ class Problems:
         self._what = what
         self._count = 0
         self._told: list[str] = []
-        self._hints: dict[str, None] = {}  # each once, in the order of the faults
+        self._hints: dict[str, None] = {}  # an ordered set
         self._cause: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -194,10 +194,10 @@ class Problems:
         """Record the fault of a path; safe from several threads.
 
         Args:
-            path: of the file.
+            path: path of the file.
             reason: the fault.
             cause: the error.
-            hint: what helps; found by the reason for errors of the system.
+            hint: advice; for errors of the system it is looked up by the reason.
         """
         hint = hint or _HINTS.get(reason, "")
         with self._lock:
@@ -209,7 +209,7 @@ class Problems:
                 self._told.append(f"{shown(path)}: {reason}")
 
     def raise_any(self, hint: str = "") -> None:
-        """Raise one StagingError for all faults, if there are any; `hint` replaces theirs."""
+        """Raise one StagingError for all recorded faults, if any; `hint` replaces theirs."""
         if not self._count:
             return
         paths = "1 path" if self._count == 1 else f"{self._count} paths"
@@ -222,10 +222,10 @@ class Problems:
 Kind = Literal["auto", "file", "tree", "pack", "tar", "zip"]
 AUTO = "auto"
 IN_PLACE = "in place"
-"""The method of data that is used in place."""
+"""Method of data that is used in place."""
 
 TREE_SHARD = "tree.tar"
-"""The shard of a pack with its directories and links."""
+"""Shard of a pack that holds its directories and links."""
 _SHARD = re.compile(r"data-\d{5,}\.tar|" + re.escape(TREE_SHARD))
 TAR_SUFFIXES = tuple(
     ".tar .tar.gz .tgz .tar.xz .txz .tar.bz2 .tbz2 .tbz .tar.zst .tar.zstd .tzst".split()
@@ -239,20 +239,20 @@ _JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 @dataclass(frozen=True)
 class StageResult:
-    """The staged data on the node.
+    """Staged data on the node.
 
     Attributes:
-        name: the request's name.
-        path: a directory with the tree, the unpacked archive, or the one file by its name.
-        bytes: sum of the sizes of its regular files, each inode counted once.
+        name: name of the request.
+        path: directory with the tree, the unpacked archive, or the single file.
+        bytes: total size of its regular files, each inode counted once.
         files: number of its regular files, each name counted.
-        seconds: wall time of this call, waiting for another stager included.
-        method: how the data was brought: "copy", "unpack", "chain" or IN_PLACE.
-        reused: the data was there already; this call copied nothing.
-        digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
+        seconds: wall time of this call, including waiting for another stager.
+        method: how the data was brought here: "copy", "unpack", "chain" or IN_PLACE.
+        reused: the data was already there; this call copied nothing.
+        digest: digest of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
         evicted: sources of kept data that was removed to make room.
-        broken_links: number of symbolic links that lead nowhere in the copy.
+        broken_links: number of symbolic links that are broken in the copy.
     """
 
     name: str
@@ -269,7 +269,7 @@ class StageResult:
 
     @property
     def warning(self) -> str:
-        """Text about links that lead nowhere; empty if there is none."""
+        """A warning about broken links; empty if there are none."""
         text = f"{self.name}: links that lead nowhere in the copy: {self.broken_links}"
         text += f"; `find {shown(self.path)}/ -xtype l` lists them"
         return text if self.broken_links else ""
@@ -283,7 +283,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Bases:
-    """The directories of "shm" and "local" on this node; `local` is "" if there is none."""
+    """Directories of "shm" and "local" on this node; `local` is "" if there is none."""
 
     shm: str = "/dev/shm"  # noqa: S108 - the node's tmpfs is the point
     local: str = ""
@@ -292,7 +292,8 @@ class Bases:
         """Return the base directory of a request's target.
 
         Raises:
-            InputError: the node has no local directory, or the target is neither word nor path.
+            InputError: the node has no local directory, or the target is neither a keyword nor a
+                path.
         """
         if target == "local" and not self.local:
             raise InputError(
@@ -323,10 +324,10 @@ def kind_of(request: Stage) -> str:
 
 
 def shards_of(directory: str) -> list[str]:
-    """Return the paths of the shards in a directory, sorted.
+    """Return the sorted paths of the shards in a directory.
 
     Raises:
-        InputError: there is none, or something else.
+        InputError: there are none, or other files.
         OSError: the directory cannot be listed.
     """
     names = sorted(os.listdir(directory))
@@ -343,11 +344,11 @@ def shards_of(directory: str) -> list[str]:
 
 
 def kind_at(source: str, kind: str) -> str:
-    """Return the kind of a source, never "auto"; reads its directory if needed.
+    """Return the kind of a source, never "auto"; lists its directory if needed.
 
     Raises:
         InputError: it is not of the given kind, or neither file nor directory.
-        OSError: it cannot be looked at.
+        OSError: its status cannot be read.
     """
     is_dir = os.path.isdir(source)
     os.stat(source)
@@ -367,7 +368,7 @@ def kind_at(source: str, kind: str) -> str:
 
 
 def _is_packed(directory: str) -> bool:
-    # Only `hpml pack` writes this shard. Directories of tar files alone are common as training data
+    # Only `hpml pack` writes this shard. Directories of plain tar files are common as training data
     # that is read as it is, so they are not unpacked by default.
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
@@ -386,7 +387,7 @@ def _is_packed(directory: str) -> bool:
 def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[Stage]:
     """Return a request for each source, named after the last part of its path.
 
-    Sources may be relative paths; `options` are fields of all.
+    Sources may be relative paths; `options` are fields of every request.
 
     Raises:
         InputError: a source is missing, or a value is wrong.
@@ -406,11 +407,11 @@ def requests_for(sources: Sequence[str], to: str, **options: Any) -> list[Stage]
 
 
 def download_hint(source: str, directory: str) -> str:
-    """Return how to download a source that is a URL; empty if it is none.
+    """Return advice on downloading a source that is a URL; empty if it is not one.
 
     Args:
         source: what is to be staged.
-        directory: where the download goes.
+        directory: destination of the download.
 
     >>> download_hint("s3://bucket/images", "/data"), download_hint("/data/images", "/data")
     ('download it before: `aws s3 cp --recursive s3://bucket/images /data/images`', '')
@@ -423,7 +424,7 @@ def download_hint(source: str, directory: str) -> str:
         return f"write the path: {shown(path)}"
     name = os.path.basename(path.partition("?")[0].rstrip("/")) or "data"
     quoted, to = shlex.quote(source), shlex.quote(os.path.join(directory, name))
-    recursive = "" if "." in name else "--recursive "  # one object, or all below it
+    recursive = "" if "." in name else "--recursive "  # a single object, or a prefix
     commands = {
         "s3": f"aws s3 cp {recursive}{quoted} {to}",
         "gs": f"gcloud storage cp {recursive}{quoted} {to}",

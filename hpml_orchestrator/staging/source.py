@@ -1,7 +1,7 @@
 """Sources of data: one `Source` per kind, read by several workers at once.
 
-The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
-reader. Directories and files are read here, archives in archives.py.
+The copier (`copy.py`) asks a source for its plan, forks its workers, and each of them opens a
+reader. This module reads directories and files, archives.py archives.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 Buffer = Union[bytes, bytearray, memoryview]
 
 BLOCK_BYTES = 1 << 20
-"""How much is read, hashed and written at a time: larger blocks do not fit a core's cache."""
+"""Amount to read, hash and write at a time: larger blocks do not fit a core's cache."""
 
 WRITE_BYTES = 128 << 10
-"""How much is written by one call, and read of a large file, as by `cp`: for more, Linux 6.18 takes
-larger folios for its page cache; then 2 GiB on ext4 took five times as long in a VM."""
+"""Amount to write per call, and to read of a large file, as in `cp`: for more, Linux 6.18 uses
+larger folios in its page cache, and then 2 GiB on ext4 took five times as long in a VM."""
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
 
 
 class Source(Protocol):
-    """Data of one kind at one place.
+    """Data of one kind.
 
     Attributes:
         kind: "tree", "file", "tar", "zip" or "pack".
-        ordered: it can only be read from front to back, as a compressed archive: `reader` is
-            opened once, in one process, and its files are asked for in the order of the plan.
+        ordered: it can only be read from front to back, like a compressed archive: `reader` is
+            opened once, in one process, which reads the files in the order of the plan.
     """
 
     kind: str
     ordered: bool
 
     def plan(self) -> CopyPlan:
-        """Scan everything once and return what will be made; write nothing.
+        """Scan everything once and return the plan; write nothing.
 
         Raises:
-            StagingError: something in it cannot be staged: names the first 20 paths and the count.
+            StagingError: something cannot be staged: names the first 20 paths and the count.
             OSError: the source itself cannot be read.
         """
 
@@ -63,7 +63,7 @@ class Source(Protocol):
 
 
 class SourceReader(Protocol):
-    """Reads the files of a plan; one per worker, called by several of its threads at once."""
+    """Reads the files of a plan; one per worker, shared by its threads."""
 
     def read(self, number: int) -> Iterator[Buffer]:
         """Yield the bytes of `plan.files[number]`, at most BLOCK_BYTES at a time.
@@ -81,24 +81,24 @@ class SourceReader(Protocol):
 
 
 class Buffers(threading.local):
-    """Two buffers of each thread: one is filled while the other is written."""
+    """Two buffers per thread: one is filled while the other is written."""
 
     def __init__(self) -> None:
         self._two = itertools.cycle([memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)])
 
     def next(self, size: int) -> memoryview:
-        """Return so much of the next one."""
+        """Return the first `size` bytes of the next buffer."""
         return next(self._two)[:size]
 
     def filled(self, fd: int, start: int, size: int) -> memoryview:
-        """Return what a file has at an offset, less than `size` only at its end."""
+        """Return `size` bytes of a file from an offset, fewer only at its end."""
         view, got = self.next(size), 0
         while got < size and (more := os.preadv(fd, (view[got:],), start + got)):
             got += more
         return view[:got]
 
     def pieces(self, fd: int, start: int, stop: int) -> Iterator[Buffer]:
-        """Yield a part of a file."""
+        """Yield the bytes of a file from `start` to `stop`."""
         while start < stop:
             view = self.filled(fd, start, min(WRITE_BYTES, stop - start))
             if not view:
@@ -111,12 +111,12 @@ class TreeSource:
     """A directory, or one regular file.
 
     Args:
-        path: of it.
-        retry: calls again after faults that pass.
+        path: its path.
+        retry: retries calls after transient faults.
         kind: "tree" or "file".
-        outside_links: take symbolic links that leave the tree as they are.
-        follow_links: take what symbolic links lead to.
-        rate: entries that are looked at per second at most; 0 for any.
+        outside_links: accept symbolic links that leave the tree, and copy them unchanged.
+        follow_links: copy the targets of symbolic links.
+        rate: limit of entries examined per second; 0 for none.
     """
 
     ordered = False
@@ -138,7 +138,7 @@ class TreeSource:
         self._rate = rate
 
     def plan(self) -> CopyPlan:
-        """Look at the tree."""
+        """Scan the tree."""
         if self.kind == "file":
             return scan_file(self._path, self._retry)
         return scan_tree(self._path, self._retry, rate=self._rate, **self._links)
@@ -148,17 +148,17 @@ class TreeSource:
         return _TreeReader(plan, self._retry)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class _TreeReader:
-    """Reads files of a directory, with few system calls for each."""
+    """Reads the files of a directory with few system calls each."""
 
     def __init__(self, plan: CopyPlan, retry: Retry) -> None:
         self._plan = plan
         self._retry = retry
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # Drop the source's pages: the node will have a copy, whose pages they would push out.
+        # Drop the source's pages: they would evict those of the node's copy.
         self._drops = readers_for(plan.source_root) > 1
         self._buffers = Buffers()
 
@@ -175,14 +175,13 @@ class _TreeReader:
         return os.open(path, _READ, dir_fd=self._top)
 
     def _whole(self, entry: TreeEntry) -> Buffer:
-        """Return a small file; one comparison with the plan, after reading, is enough."""
+        """Return a small file's contents, compared with the plan once, after reading."""
         size = entry.size
         view = self._buffers.next(size)
         fd = self._open(entry)
         try:
-            # One `fstat` after reading is enough for a small file: open, read, stat and close are
-            # all that it costs. If it changed before or during the read, its time or size differs
-            # now.
+            # One `fstat` after reading is enough: if the file changed before or during the read,
+            # its time or size differs now. Open, read, stat and close are the only system calls.
             got = os.readv(fd, (view,)) if size else 0
             while 0 < got < size:
                 more = os.readv(fd, (view[got:],))
@@ -206,8 +205,7 @@ class _TreeReader:
             if entry.stored < entry.size:
                 ranges = data_ranges(fd, entry.size)
             at = 0
-            # Holes are yielded as zeros without a read: they count in the digest like any other
-            # data.
+            # Yield holes as zeros without reading: they count in the digest like any other data.
             for start, stop in [*ranges, (entry.size, entry.size)]:
                 while at < start:
                     yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]
@@ -226,7 +224,7 @@ class _TreeReader:
 
 
 def _check_same(entry: TreeEntry, info: os.stat_result) -> None:
-    """Refuse a source file that has changed since it was planned."""
+    """Raise if a source file has changed since it was planned."""
     if (
         info.st_mtime_ns != entry.mtime_ns
         or info.st_size != entry.size

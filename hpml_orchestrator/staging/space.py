@@ -1,7 +1,7 @@
 """Room on the node: bytes, inodes, memory limits of cgroups, and types of file systems.
 
-Files on a tmpfs count as memory of the job that wrote them, so a job that stages into RAM is
-killed when a limit of any cgroup above it is reached, however empty the tmpfs is.
+Files on a tmpfs count towards the memory of the job that wrote them. So a job that stages into RAM
+is killed when it reaches a limit of any ancestor cgroup, however empty the tmpfs is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
-"""File systems whose files are in the node's memory."""
+"""File systems that keep files in the node's memory."""
 
 INODE_BYTES = 1024
-"""Kernel memory for an inode and a name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
+"""Kernel memory per inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
 
 _STAT_BLOCK_BYTES = 512
 _FREE_SPACE = "free space"
@@ -44,16 +44,16 @@ class Need:
 
 @dataclass(frozen=True)
 class Room:
-    """The room that is left for a directory.
+    """Room that is left in a directory.
 
     Attributes:
-        bytes: for an ordinary user; on a tmpfs no more than the job's memory limits leave.
+        bytes: free bytes for an ordinary user; on a tmpfs, limited by the job's memory limits.
         limit: what sets that figure.
-        inodes: None when the file system does not count them.
-        block_bytes: a file takes a multiple of this.
-        in_memory: files there count as memory of the job.
-        inode_bytes: what the kernel itself takes for each file or directory and counts as memory
-            of the job; 0 where memory is not what limits.
+        inodes: free inodes; None if the file system does not count them.
+        block_bytes: block size; files take a multiple of it.
+        in_memory: files there count towards the job's memory.
+        inode_bytes: kernel memory per file or directory, which also counts towards the job's
+            memory; 0 if memory is not the limit.
     """
 
     bytes: int
@@ -74,14 +74,14 @@ def room_at(
     """Measure the room in an existing directory.
 
     Raises:
-        OSError: the directory is not there.
+        OSError: the directory does not exist.
     """
     figures = statvfs(path)
     free = figures.f_bavail * figures.f_frsize
     limit = f"{_FREE_SPACE} of the file system at {path}"
     kind = file_system_type(path, proc_root=proc_root)
     in_memory = kind in MEMORY_TYPES
-    # These report no size at all: only memory limits them.
+    # These report no size at all: memory is their only limit.
     if in_memory and figures.f_blocks == 0:
         free = _UNLIMITED  # ramfs, and a tmpfs mounted with size=0
     headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
@@ -99,10 +99,10 @@ def room_at(
 
 
 def capacity_at(path: str) -> int:
-    """Return the bytes that the file system of an existing directory could hold if it were empty.
+    """Return the capacity in bytes of the file system of an existing directory.
 
     Raises:
-        OSError: the directory is not there.
+        OSError: the directory does not exist.
     """
     figures = os.statvfs(path)
     return figures.f_blocks * figures.f_frsize or _UNLIMITED
@@ -114,7 +114,7 @@ def readers_for(path: str) -> int:
 
 
 def fits(need: Need, room: Room) -> bool:
-    """Return whether a need is met.
+    """Return whether there is enough room.
 
     >>> fits(Need(10, 1), Room(10, "", None, 1, False)), fits(Need(1, 2), Room(1, "", 1, 1, False))
     (True, False)
@@ -130,13 +130,13 @@ def room_without(room: Room, directories: list[str]) -> Room:
 
 
 class DirectoryUsage(NamedTuple):
-    """The contents of a directory, and the room that it takes on its file system.
+    """Contents of a directory, and the room that it takes on its file system.
 
     Attributes:
-        bytes: sum of the sizes of its regular files, each inode counted once.
+        bytes: total size of its regular files, each inode counted once.
         files: number of names of regular files.
-        taken_bytes: in blocks of the file system.
-        inodes: with that of the directory itself.
+        taken_bytes: allocated blocks, in bytes.
+        inodes: number of inodes, including the directory itself.
     """
 
     bytes: int
@@ -146,7 +146,7 @@ class DirectoryUsage(NamedTuple):
 
 
 def usage(directory: str) -> DirectoryUsage:
-    """Return the usage of a directory; files that are removed meanwhile may not count."""
+    """Measure a directory; files that are removed meanwhile may be missing."""
     size = files = taken = 0
     inodes = set()
     for parent, directories, names in os.walk(directory):
@@ -163,10 +163,10 @@ def usage(directory: str) -> DirectoryUsage:
 
 
 def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
-    """Raise an error if the data do not fit.
+    """Raise an error if the data does not fit.
 
     Raises:
-        CapacityError: with what is needed and available, what sets the limit, and advice.
+        CapacityError: names the need, the available room, the limit, and advice.
     """
     faults, hints = [], []
     least = "at least " if need.at_least else ""
@@ -215,13 +215,13 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 def memory_headroom(
     *, proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup"
 ) -> Headroom | None:
-    """Return the least of limit - used over all ancestors and of the machine's free memory.
+    """Return the smallest of limit - usage of all ancestor cgroups and of the free memory.
 
-    Page cache that was not used lately (`inactive_file` of memory.stat) counts as free: the kernel
-    drops it before it kills a process. Pages of a tmpfs are not part of it.
+    Page cache that was not used lately (`inactive_file` in memory.stat) counts as free: the kernel
+    drops it before it kills a process. It does not include pages of a tmpfs.
 
     Returns:
-        None when neither a limit nor /proc/meminfo is known.
+        None if neither a limit nor /proc/meminfo can be read.
     """
     found = []
     available = _meminfo_available(proc_root)
@@ -261,11 +261,10 @@ def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
             continue
         mount_root, point = _mount(proc_root, cgroup_root, type_name)
         below = path
-        # In a container only a part of the hierarchy may be mounted; /proc still has the whole
-        # path.
+        # A container may mount only a part of the hierarchy; /proc still has the whole path.
         if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
             below = path[len(mount_root) :]
-        # With a cgroup namespace the path of a process outside of it begins with `..`.
+        # In a cgroup namespace, the path of a process outside of it begins with `..`.
         parts = [part for part in below.split("/") if part not in {"", ".."}]
         result += [("/".join([point, *parts[:n]]), files) for n in range(len(parts), -1, -1)]
     return result

@@ -1,6 +1,6 @@
 """Stages one request: look for the data, plan, check the room, copy, verify, publish.
 
-`CopyStager.stage` does these in order. A `Supply` brings the data: this node reads the source, or
+`CopyStager.stage` does this in order. A `Supply` brings the data: this node reads the source, or
 the nodes of a chain forward it.
 """
 
@@ -63,28 +63,28 @@ if TYPE_CHECKING:
 _KEY_BYTES = 16
 
 _ROOM_TO_BEGIN = Need(1 << 20, 64)
-"""The room for the directories and records of a job."""
+"""Room for the directories and records of a job."""
 
 _BUSY_SECONDS = 10.0
 """How long a node of a chain waits for another process of its job, such as the agent of an earlier
-attempt. If two nodes had one directory, each would wait for the other."""
+attempt. If two nodes shared a directory, they would wait for each other forever."""
 
 
 def open_source(
     request: Stage, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
 ) -> Source:
-    """Return the source that a request names.
+    """Open the source of a request.
 
     Args:
         request: what to stage.
-        retry: calls again after faults that pass.
-        most_bytes: scanning an archive stops when it holds more.
-        opens_per_second: most entries of a tree that are looked at per second; 0 for any.
+        retry: retries calls after transient faults.
+        most_bytes: scanning an archive stops once it exceeds this size.
+        opens_per_second: limit of tree entries examined per second; 0 for none.
 
     Raises:
         InputError: the source is not of the request's kind.
-        StagingError: this node lacks what it takes to read it.
-        OSError: the source cannot be looked at.
+        StagingError: this node lacks a program or module to read it.
+        OSError: the source's status cannot be read.
     """
     kind = retry(lambda: kind_of(request))
     path, outside_links = request.source, request.outside_links
@@ -105,11 +105,11 @@ def open_source(
 class Supply(ABC):
     """Brings the data of a request to this node, from the source or through a chain.
 
-    All methods but `fail` may raise StagingError and OSError.
+    All methods except `fail` may raise StagingError and OSError.
 
     Attributes:
-        request: what is staged.
-        method: how the data comes: "copy", "unpack" or "chain".
+        request: what to stage.
+        method: how the data gets here: "copy", "unpack" or "chain".
     """
 
     method: str
@@ -124,13 +124,13 @@ class Supply(ABC):
 
     @abstractmethod
     def plan(self) -> CopyPlan:
-        """Return the plan of the copy; scan the source at the first call, and write nothing."""
+        """Return the plan of the copy; the first call scans the source. Writes nothing."""
 
     @abstractmethod
     def fill(
         self, plan: CopyPlan, partial_dir: str, *, retry: Retry, progress: CopyProgress
     ) -> list[bytes]:
-        """Make all of the plan in an empty directory; return the digests of its files.
+        """Create everything in the plan in an empty directory; return the digests of its files.
 
         The caller removes the directory on errors.
         """
@@ -141,7 +141,7 @@ class Supply(ABC):
 
     @abstractmethod
     def fail(self, reason: str, hint: str = "") -> None:
-        """Give the other nodes the reason why this one ends."""
+        """Tell the other nodes why this one fails."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,21 +149,20 @@ class Supply(ABC):
 
     @property
     def is_collective(self) -> bool:
-        """Whether the other nodes need this one, also if it has the data already."""
+        """Whether the other nodes need this one even if it already has the data."""
         return self.method == "chain"
 
     def entry_names(self, *, hashed: bool) -> list[str]:
-        """Return the names of suitable entries; the last is the name of an entry to be made."""
-        # A request without hashing is content with a copy that has digests.
+        """Return the names of suitable entries; a new entry gets the last of them."""
+        # A request without hashing also accepts a copy with digests.
         digests, stem = (True,) if hashed else (True, False), name_of(self.request.source)
         return [f"{stem}-{self._key(f'hash={each}')}" for each in digests]
 
     def _key(self, *options: str) -> str:
-        """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
+        """Return a key of the source's current state and of options, as 32 hexadecimal digits.
 
         It covers the real path and its status, the kind, and the plan's fingerprint; with
-        `trust_mtime` only the status. Every Python has
-        BLAKE2b, so all of them find the same names.
+        `trust_mtime` only the status. Every Python has BLAKE2b, so all compute the same names.
         """
         real = os.path.realpath(self.request.source)
         info = os.stat(real)
@@ -172,7 +171,8 @@ class Supply(ABC):
         def add(*values: object) -> None:
             for value in values:
                 data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
-                # Length first, so that two different lists of values never form the same bytes.
+                # Prefix the length, so that two different lists of values never yield the same
+                # bytes.
                 digest.update(b"%d:" % len(data))
                 digest.update(data)
 
@@ -185,7 +185,7 @@ class Supply(ABC):
         return digest.hexdigest()
 
     def manifest(self, digests: list[bytes]) -> Manifest:
-        """Return the record of the copied data, with the digests of its files."""
+        """Return the manifest of the copied data, given the digests of its files."""
         request, plan = self.request, self.plan()
         listing = Listing.of(plan, digests)
         return Manifest(
@@ -201,7 +201,7 @@ class Supply(ABC):
 
 
 class LocalSupply(Supply):
-    """This node reads the `source` by itself."""
+    """This node reads the `source` itself."""
 
     def __init__(self, request: Stage, source: Source, options: CopyOptions | None = None) -> None:
         super().__init__(request)
@@ -217,7 +217,7 @@ class LocalSupply(Supply):
         return self.source.kind
 
     def plan(self) -> CopyPlan:
-        """Scan the source at the first call; return the same plan later."""
+        """Scan the source in the first call; return the same plan later."""
         if self._plan is None:
             self._plan = self.source.plan()
         return self._plan
@@ -230,10 +230,10 @@ class LocalSupply(Supply):
         return copy(plan, self.source, partial_dir, options=options, retry=retry, progress=progress)
 
     def reuse(self) -> None:
-        """No other node needs anything."""
+        """Do nothing: other nodes need nothing from this one."""
 
     def fail(self, reason: str, hint: str = "") -> None:
-        """No other node waits."""
+        """Do nothing: no other node waits."""
 
     def close(self) -> None:
         """Close the source, once."""
@@ -246,7 +246,7 @@ class CopyStager:
     """Copies into a hidden directory and renames it when it is complete.
 
     Args:
-        job_key: names the job on this node; "" for a person, whose data stay.
+        job_key: names the job on this node; "" for a user, whose data stays.
         on_several_nodes: other nodes stage the same, and the paths should be equal.
         bases: the directories of "shm" and "local".
         should_stop: called per file and per MiB; True ends staging with StagingStopped.
@@ -283,18 +283,18 @@ class CopyStager:
         self._evicted: list[str] = []
 
     def stage(self, request: Stage, supply: Supply | None = None) -> StageResult:
-        """Publish the data of one request, unless it is published already.
+        """Publish the data of one request, unless it is already published.
 
         The first request for a base also removes leftovers of this user's dead jobs there.
 
         Args:
             request: what to stage, and where.
-            supply: brings the data; without one this node reads the source. It is closed in any
-                case, after one of `fill`, `reuse` and `fail`. One of a chain is planned on each
-                node, before any of them finds the data.
+            supply: brings the data; by default this node reads the source. It is closed in any
+                case, after one of `fill`, `reuse` and `fail`. In a chain, every node plans before
+                any of them looks for the data.
 
         Raises:
-            CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
+            CapacityError: too few bytes or inodes are free; found before a byte is copied.
             InputError: source or target cannot be used.
             StagingStopped: should_stop returned True.
             StagingError: anything else; nothing is published and nothing is left half-done.
@@ -307,9 +307,9 @@ class CopyStager:
             if supply is None:
                 supply = self.local(request, request.target)
             if supply.is_collective:
-                supply.plan()  # an exchange between all nodes, those with the data included
+                supply.plan()  # all nodes take part, including those that have the data
             entry, manifest, is_copied = self._obtained(supply, store)
-            if not is_copied:  # the other nodes of a chain may need the data all the same
+            if not is_copied:  # other nodes of a chain may still need the data
                 supply.reuse()
         except BaseException as error:
             known = request_error(request.name, request.source, error)
@@ -340,7 +340,7 @@ class CopyStager:
         )
 
     def _obtained(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest, bool]:
-        """Hold an entry that has the data; True if they were copied."""
+        """Hold an entry with the data; the last value is True if the data was copied."""
         manifest, is_copied = None, False
         while manifest is None:
             entry, manifest = self._claimed(supply, store)
@@ -354,8 +354,8 @@ class CopyStager:
     def _claimed(self, supply: Supply, store: NodeStore) -> tuple[Entry, Manifest | None]:
         """Return an entry that has the data, with its manifest, or an empty one to be filled.
 
-        The job's own entry is filled if the data go with the job, if the kept ones are damaged but
-        other jobs use them, and if waiting for another job could delay other nodes.
+        The job's own entry is filled if the data goes with the job, if the kept data is damaged but
+        in use by other jobs, or if waiting for another job could delay other nodes.
         """
         request = supply.request
         stem = name_of(request.source)
@@ -365,12 +365,12 @@ class CopyStager:
             stem = kept[-1]
         own = f"{stem}@{self._job_key}" if self._job_key else f"{stem}-2"
         made = {own, *(kept[-1:] if request.keep else ())}
-        if self._on_several_nodes:  # what only some of them have would have another path there
+        if self._on_several_nodes:  # otherwise paths would differ if only some nodes have the data
             kept = [name for name in kept if name in made]
         for name in (*kept, own):
             patience = float("inf")
             if supply.is_collective:
-                # Two chains that wait for each other on two nodes would never end.
+                # Two chains that wait for each other on two nodes would deadlock.
                 patience = _BUSY_SECONDS if name == own else 0.0
             if name == own and (lease := self._leases.pop(f"{store.path}/{own}", None)):
                 lease.release()
@@ -395,7 +395,7 @@ class CopyStager:
         )
 
     def _filled(self, entry: Entry, supply: Supply, store: NodeStore) -> Manifest | None:
-        """Copy the data into an entry that this process has alone, then let others use it.
+        """Copy the data into an entry that this process holds exclusively, then share the entry.
 
         Returns None if another process removed the entry as soon as it could.
         """
@@ -403,17 +403,17 @@ class CopyStager:
             there = self._room(entry.path)
             need = supply.plan().need(there.block_bytes, there.inode_bytes)
             name, where = supply.request.name, store.base
-            if need.at_least:  # the plan has only a part of the data, too large already
+            if need.at_least:  # incomplete plan: even this part is too large
                 check_room(need, replace(there, bytes=0), name=name, where=where)
-            # Kept data goes only now, when the data are known to come, and only if that makes
-            # enough room.
+            # Evict kept data only now, when the new data is known to be readable, and only if that
+            # makes enough room.
             self._make_room(store, need, entry.path)
             try:
                 check_room(need, self._room(entry.path), name=name, where=where)
                 manifest = self._copied(entry, supply)
             except (HpmlError, OSError) as error:
-                # Something else may have used up the room since the check. Make more by removing
-                # unused kept data, once; but a node of a chain has one try: the data have passed.
+                # The room may have been used up since the check. Remove unused kept data and try
+                # once more; a node of a chain cannot, because the data has already passed.
                 if isinstance(error, StagingStopped) or supply.is_collective:
                     raise
                 if not self._make_room(store, need, entry.path):
@@ -430,7 +430,7 @@ class CopyStager:
         return None
 
     def _copied(self, entry: Entry, supply: Supply) -> Manifest:
-        """Copy into a hidden directory; the data get their name when they are complete."""
+        """Copy into a hidden directory, and rename it when it is complete."""
 
         def report(*figures: int) -> None:
             entry.tell(*figures)
@@ -445,12 +445,12 @@ class CopyStager:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
             digests = supply.fill(plan, partial, retry=self._retry, progress=progress)
             manifest = supply.manifest(digests)
-            # The manifest is on disk before the data get their name. A crash in between leaves a
-            # manifest without data, which means nothing.
+            # Sync the manifest before the rename. A crash in between leaves a manifest without
+            # data, which counts as incomplete.
             manifest.write(manifest_path(entry.data))
             self._retry.check_stop()
             os.rename(partial, entry.data)
-            # The rename itself is on disk only after this.
+            # This makes the rename itself durable.
             fsync_dir(entry.path)
             progress.finish()
         except BaseException:
@@ -466,7 +466,7 @@ class CopyStager:
         return bool(removed)
 
     def has(self, target: str, supply: Supply) -> bool:
-        """Return whether a copy of a request's data is at a target already.
+        """Return whether a target already has a copy of a request's data.
 
         Raises:
             StagingError, OSError: the source cannot be read.
@@ -484,7 +484,7 @@ class CopyStager:
         try:
             self._unopened(target).check_base()
             self.room_without_idle(target)
-        except (HpmlError, OSError) as error:  # a root that belongs to another user, for example
+        except (HpmlError, OSError) as error:  # for example, another user owns the root
             return str(error) if isinstance(error, HpmlError) else f"{base}: {why(error)}"
         return "" if os.access(base, os.W_OK | os.X_OK) else f"{base} cannot be written"
 
@@ -494,7 +494,7 @@ class CopyStager:
         Leftovers of this user's dead jobs are removed first.
 
         Raises:
-            StagingError: the store is not ours to use.
+            StagingError: the store does not belong to this user.
             OSError: the room cannot be measured.
         """
         store = self._unopened(target)
@@ -505,8 +505,8 @@ class CopyStager:
         """Return the store of a target, without leftovers of dead jobs.
 
         Raises:
-            InputError: the base is not a directory, or on a file system that nodes share.
-            StagingError: the store is not ours to use.
+            InputError: the base is not a directory, or is on a file system that nodes share.
+            StagingError: the store does not belong to this user.
         """
         base = self._bases.resolve(target)
         if base not in self._stores:
@@ -516,7 +516,7 @@ class CopyStager:
                     os.mkdir(target)
             store.check_base()
             store.sweep()
-            # Kept data may occupy the very last block.
+            # Kept data may occupy even the last block.
             self._make_room(store, _ROOM_TO_BEGIN, base)
             self._stores[base] = store
         return self._stores[base]
@@ -525,7 +525,7 @@ class CopyStager:
         return NodeStore(self._bases.resolve(target))
 
     def local(self, request: Stage, *targets: str) -> LocalSupply:
-        """Return a supply that reads the source; an archive only as far as a target could hold it.
+        """Return a supply that reads the source; archives are scanned up to the targets' capacity.
 
         Raises:
             InputError, StagingError, OSError: as `open_source`.
@@ -536,7 +536,7 @@ class CopyStager:
         return LocalSupply(request, source, self.options)
 
     def directory(self, target: str) -> str:
-        """Return the directory for what the job writes at a target; it is made if it is not there.
+        """Return the directory at a target for the job's own files; create it if needed.
 
         Raises:
             InputError, StagingError: the target cannot be used.
@@ -546,10 +546,10 @@ class CopyStager:
         return self._held(entry).path
 
     def hold(self, path: str) -> None:
-        """Use what another process of this job has published, whatever has become of its source.
+        """Hold data that another process of this job published, even if its source is gone.
 
         Args:
-            path: of the data, or of a directory of the job.
+            path: path of the data, or of a directory of the job.
 
         Raises:
             StagingError: the store cannot be used.
@@ -566,7 +566,7 @@ class CopyStager:
         return self._leases.setdefault(entry.path, entry)
 
     def leave(self) -> None:
-        """End without removing data."""
+        """Release everything without removing data."""
         for entry in self._leases.values():
             entry.release()
         self._leases.clear()
@@ -577,11 +577,11 @@ class CopyStager:
     def cleanup(self) -> None:
         """Remove this job's data from all targets; may be called several times.
 
-        Data that is kept for later jobs stays, and what another process of this job still uses: the
-        last one removes it.
+        Data that is kept for later jobs stays, and so does data in use by another process of this
+        job: the last process removes it.
 
         Raises:
-            StagingError: something cannot be removed; the other bases are cleaned all the same.
+            StagingError: something cannot be removed; the other bases are still cleaned.
         """
         stores = [*self._stores.values()]
         self.leave()
@@ -593,7 +593,7 @@ class CopyStager:
 
 
 def _check_apart(request: Stage, store: NodeStore) -> None:
-    """Refuse a request whose source contains the store, or is in it."""
+    """Refuse a request whose source contains the store, or lies in it."""
     source, target = os.path.realpath(request.source) + "/", os.path.realpath(store.path) + "/"
     if target.startswith(source) or source.startswith(target):
         message = "one of source and target contains the other; the target is "

@@ -2,21 +2,22 @@
 
     {base}/hpml-{uid}/       mode 0700
         {entry}/             the data of one source, or what a job writes itself
-            .lease           exclusive while the entry is filled or removed, shared while it is
-                             used; its time is the last use, its text how far the copy is, and once
-                             it is complete the boot of the machine that has seen all contents
-            .data.manifest   what was published: written before the data get their name
+            .lease           locked exclusively while the entry is filled or removed, shared while
+                             it is used. Its mtime is the last use; its text is the progress of
+                             the copy and, after completion, the boot in which all contents were
+                             verified
+            .data.manifest   what was published: written before the data gets its name
             .data.partial-*  a copy in progress, or one whose stager died
             .data.damaged    `hpml stage verify` found damage
-            .by-hand         a person staged it: it stays until `hpml stage clean PATH`
+            .by-hand         a user staged it: it stays until `hpml stage clean PATH`
             data/            the data
 
-An entry that outlives its job is named {name}-{digest of its source}. One that goes with its job is
-named {name}-{digest}@{job}; @{job} has the directories that the job writes to.
+An entry that outlives its job is named {name}-{digest of its source}, one that is removed with its
+job {name}-{digest}@{job}; @{job} has the directories that the job writes to.
 
-The kernel releases a flock however its holder dies. So an entry whose lease is free is used by
-nobody, and whoever comes next removes it if it is incomplete or went with a job. What has no
-`.lease` is not ours and never removed.
+The kernel releases a flock however its holder dies. So an entry with a free lease is unused, and
+the next process removes it if it is incomplete or belonged to a job. A directory without `.lease`
+is not ours and is never removed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ if TYPE_CHECKING:
 
 DATA, LEASE, BY_HAND = "data", ".lease", ".by-hand"
 PARTIAL, _MANIFEST = f".{DATA}.partial-", f".{DATA}.manifest"
-_POLL_SECONDS = 0.2  # with the tries of a lock
+_POLL_SECONDS = 0.2  # plus the retries of a lock
 _POLLS_PER_REPORT = 5
 _POLLS_OF_DAMAGED = 5
 _LEASE_BYTES = 256
-_TRIES, _TRY_SECONDS = 5, 0.02  # another process may only be looking whether a lease is free
+_TRIES, _TRY_SECONDS = 5, 0.02  # another process may just be testing whether a lease is free
 CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_REMOVALS = 5  # of a tree in which others make files
+_REMOVALS = 5  # attempts for a tree in which others create files
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
@@ -78,7 +79,7 @@ def unlock(fd: int) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a file, or a directory that others may be removing too; no links are followed.
+    """Remove a file, or a directory that others may be removing too; follows no links.
 
     Raises:
         OSError: it cannot be removed.
@@ -121,7 +122,7 @@ def _open_up(path: str) -> None:
 
 
 class ChangedError(StagingError):
-    """What a person staged was changed since; it is theirs to remove."""
+    """Data that a user staged has changed since; only the user may remove it."""
 
     def __init__(self, data: str) -> None:
         where = shown(data)
@@ -145,12 +146,12 @@ def base_above(path: str) -> str:
 
 
 def job_of(entry: str) -> str:
-    """Return the key of the job that an entry goes with; "" if it is kept for later jobs."""
+    """Return the key of the job that an entry belongs to; "" if it is kept for later jobs."""
     return os.path.basename(entry).partition("@")[2]
 
 
 class Entry:
-    """An entry on whose lease this process has a lock.
+    """An entry whose lease this process has locked.
 
     Attributes:
         path: its directory.
@@ -173,16 +174,16 @@ class Entry:
         return found if found is not None and is_whole(self.data, found) else None
 
     def tell(self, *figures: int) -> None:
-        """Leave the progress of a copy for the processes that wait."""
+        """Write the progress of a copy for waiting processes."""
         self._write(" ".join(map(str, figures)))
 
     def heard(self) -> list[int]:
-        """Return the progress that the holder of the lease has left; empty if none."""
+        """Read the progress that the holder of the lease has written; empty if none."""
         words = os.pread(self._lease, _LEASE_BYTES, 0).split()
         return [int(word) for word in words if word.isdigit()]
 
     def trust(self) -> None:
-        """Note that all contents are as published, until the machine starts again."""
+        """Mark all contents as verified until the machine restarts."""
         self._write(f"boot {boot_id()}")
 
     def is_trusted(self) -> bool:
@@ -191,54 +192,55 @@ class Entry:
         return words == ["boot", boot_id()]
 
     def _write(self, text: str) -> None:
-        # Others read meanwhile: the space ends the last word even if more of an older text follows.
+        # Others may read meanwhile: the space ends the last word even if part of an older text
+        # follows.
         data = f"{text} ".encode()
-        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
+        with contextlib.suppress(OSError):  # a full disk must not mask why the copy failed
             os.pwrite(self._lease, data, 0)
             os.ftruncate(self._lease, len(data))
 
     def keep_by_hand(self) -> None:
-        """Keep it until a person removes it."""
+        """Keep it until a user removes it."""
         os.close(os.open(f"{self.path}/{BY_HAND}", CREATE_OR_OPEN, 0o600))
 
     def share(self) -> bool:
-        """Make an exclusive lock a shared one; False if the entry was removed in between."""
-        # The kernel drops the one before it takes the other.
+        """Downgrade an exclusive lock to a shared one; False if the entry was removed then."""
+        # The kernel drops the exclusive lock before it takes the shared one.
         return _locked(self._lease, exclusive=False) and self.is_current()
 
     def is_current(self) -> bool:
-        """Return whether the lease is still that of the entry."""
+        """Return whether the locked lease is still the entry's lease."""
         try:
             return os.path.samestat(os.fstat(self._lease), os.lstat(f"{self.path}/{LEASE}"))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Give up the lease; the data stay until nobody needs them, or their room is needed."""
+        """Release the lease; the data stays until it is unneeded or its room is."""
         if self._lease >= 0:
-            with contextlib.suppress(OSError):  # read-only: only the order of eviction suffers
+            with contextlib.suppress(OSError):  # read-only: affects only the order of eviction
                 os.utime(self._lease)
             unlock(self._lease)
             self._lease = -1
 
     def empty(self) -> None:
-        """Remove all but the lease, which this process has alone, and a person's mark."""
+        """Remove everything except the lease, which must be held exclusively, and a user's mark."""
         names = [name for name in os.listdir(self.path) if name not in {LEASE, BY_HAND}]
-        # The manifest first: what a crash leaves counts as incomplete.
+        # The manifest first, so that what a crash leaves counts as incomplete.
         for name in sorted(names, key=lambda name: (name != _MANIFEST, name)):
             remove_tree(f"{self.path}/{name}")
 
     def remove(self) -> None:
-        """Remove the entry, whose lease this process has alone."""
+        """Remove the entry; its lease must be held exclusively."""
         self.empty()
-        # The lease last: while it is there, another process cannot begin to fill the directory.
+        # The lease last: as long as it exists, no other process can begin to fill the directory.
         for name in (BY_HAND, LEASE):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}/{name}")
         _remove_empty(self.path)
 
     def discard(self) -> None:
-        """Remove the entry, whose lease this process has alone, as far as that can be done."""
+        """Remove as much of the entry as possible; its lease must be held exclusively."""
         with contextlib.suppress(HpmlError, OSError):
             if self.is_current():
                 self.remove()
@@ -246,7 +248,7 @@ class Entry:
 
 
 def _remove_empty(entry: str) -> None:
-    """Remove the directory of an entry and the store, unless another process uses them."""
+    """Remove the directories of an entry and of the store, unless another process uses them."""
     for path in (entry, os.path.dirname(entry)):
         with contextlib.suppress(OSError):
             os.rmdir(path)
@@ -261,14 +263,14 @@ def _locked(lease: int, *, exclusive: bool) -> bool:
 
 
 class NodeStore:
-    """The directory `{base}/hpml-{uid}`; raises StagingError if it is not ours to use.
+    """The directory `{base}/hpml-{uid}`; raises StagingError if it does not belong to this user.
 
     Args:
         base: an absolute directory on the node, for example /dev/shm.
-        proc_root: where to look for mounts.
+        proc_root: where to read mounts.
 
     Attributes:
-        path: of the directory.
+        path: path of the directory.
     """
 
     def __init__(self, base: str, *, proc_root: str = "/proc") -> None:
@@ -282,8 +284,8 @@ class NodeStore:
         """Refuse a base that is not a directory or that nodes share.
 
         Raises:
-            InputError: one of these.
-            StagingError: a directory above it is closed to this user.
+            InputError: it is one of these.
+            StagingError: this user may not enter a parent directory.
         """
         if not is_directory(self.base):
             there = os.path.lexists(self.base)
@@ -309,7 +311,7 @@ class NodeStore:
             if not self._is_there():
                 return []
             paths = []
-            # The last job may be removing the store.
+            # The last job may be removing the store right now.
             with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
                 paths = sorted(one.path for one in found if one.is_dir(follow_symlinks=False))
         return [path for path in paths if os.path.lexists(f"{path}/{LEASE}")]
@@ -335,14 +337,14 @@ class NodeStore:
                         continue  # another process has just removed the entry
                     return None
                 except OSError:
-                    _remove_empty(path)  # of no use without a lease, on a full disk
+                    _remove_empty(path)  # useless without a lease, which a full disk prevents
                     raise
                 if not _locked(lease, exclusive=exclusive):
                     os.close(lease)
                     raise BusyError
                 entry = Entry(path, lease)
-                # Between the two calls another process may have removed the entry: this lock would
-                # be on a file that is gone.
+                # Another process may have removed the entry between the two calls: this lock would
+                # then be on a deleted file.
                 if entry.is_current():
                     return entry
                 unlock(lease)
@@ -352,13 +354,13 @@ class NodeStore:
             try:
                 os.mkdir(one, 0o700)
                 with contextlib.suppress(FileNotFoundError):  # already removed by the last job
-                    os.chmod(one, 0o700)  # whatever the umask
+                    os.chmod(one, 0o700)  # regardless of the umask
             except FileExistsError:
                 pass
             except FileNotFoundError:
-                if one == self.path:  # the base is gone, or takes no directories, as /proc
+                if one == self.path:  # the base is gone, or is read-only, like /proc
                     raise
-            self._is_there()  # before anything is made in it
+            self._is_there()  # before anything is created in it
 
     def _is_there(self) -> bool:
         try:
@@ -382,21 +384,21 @@ class NodeStore:
         patience: float = float("inf"),
         on_wait: OnProgress | None = None,
     ) -> tuple[Entry, Manifest | None] | None:
-        """Return an entry in use, with its manifest, or an empty one that this process has alone.
+        """Return an entry in use with its manifest, or an empty one held exclusively.
 
         Args:
-            name: of the entry.
-            retry: asked whether to stop while another process copies.
-            make: make an entry to be filled if there is none with complete data.
+            name: name of the entry.
+            retry: holds the stop condition, checked while another process copies.
+            make: create an entry to be filled if none has complete data.
             patience: seconds to wait for another process's copy.
-            on_wait: called with the other process's progress about once a second.
+            on_wait: called about once a second with the other process's progress.
 
         Returns:
-            None if there is none and none may be made, if it is damaged but others use it (it stays
-            theirs), and if another process still copies after `patience`.
+            None if there is none and none may be made, if it is damaged but in use by others (then
+            it stays theirs), or if another process still copies after `patience`.
 
         Raises:
-            ChangedError: a person has staged it, and it was changed since.
+            ChangedError: a user staged it, and it has changed since.
             StagingError: the entry cannot be read or emptied.
         """
         polls = damaged = 0
@@ -427,8 +429,9 @@ class NodeStore:
             entry.release()  # another process has published it meanwhile
 
     def _emptied(self, entry: Entry, manifest: Manifest | None, *, make: bool) -> bool:
-        """Empty an entry that this process has alone, or without `make` remove it."""
-        # Its names and sizes are right, but without digests nobody can tell after a restart.
+        """Empty an entry that this process holds exclusively; without `make`, remove it."""
+        # Names and sizes are right, but without digests the contents cannot be verified after a
+        # restart.
         is_unknown = manifest is not None and not manifest.digest
         if is_published(entry.path) and not _may_go(entry.path) and not is_unknown:
             entry.release()
@@ -442,13 +445,13 @@ class NodeStore:
         except BaseException:
             entry.discard()
             raise
-        entry.tell(0)  # not the boot of earlier data
+        entry.tell(0)  # overwrites the boot of earlier data
         return True
 
     def _verified(self, entry: Entry, retry: Retry) -> Manifest | None:
         """Return the manifest of complete data; the first use after a restart reads all contents.
 
-        After a crash, names and sizes may be on disk while the last seconds' contents are not.
+        After a crash, names and sizes may be on disk while recently written contents are not.
         """
         manifest = entry.manifest()
         if manifest is None or entry.is_trusted():
@@ -471,10 +474,10 @@ class NodeStore:
         retry.sleep(_POLL_SECONDS - _TRIES * _TRY_SECONDS)
 
     def remove(self, name: str, needless: Callable[[str], bool] = lambda _: True) -> bool:
-        """Remove an entry unless another process uses it, or `needless` says that it stays.
+        """Remove an entry, unless another process uses it or `needless` returns False.
 
         Args:
-            name: of the entry.
+            name: name of the entry.
             needless: called with its path while nobody else can use it.
 
         Raises:
@@ -496,7 +499,7 @@ class NodeStore:
         return True
 
     def sweep(self) -> None:
-        """Remove what dead processes of this user left: incomplete data, and data of their jobs.
+        """Remove leftovers of this user's dead processes: incomplete data, and data of dead jobs.
 
         Raises:
             StagingError: something cannot be removed.
@@ -507,25 +510,25 @@ class NodeStore:
         self.remove_if_empty()
 
     def remove_if_empty(self) -> None:
-        """Remove the store's directory if no entry is in it."""
-        with contextlib.suppress(OSError):  # none, or not empty
+        """Remove the store's directory if it has no entries."""
+        with contextlib.suppress(OSError):  # missing or not empty
             os.rmdir(self.path)
 
     def idle(self) -> list[str]:
-        """Return what jobs kept and nothing uses, the least recently used first."""
+        """Return kept entries that nothing uses, least recently used first."""
         found = [
             path for path in self.entries() if not job_of(path) and _may_go(path) and is_free(path)
         ]
         return sorted(found, key=last_used)
 
     def room_without_idle(self, room: Room) -> Room:
-        """Return the room that there would be without the entries that nothing uses."""
+        """Return the room that there would be without unused entries."""
         return room_without(room, self.idle())
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
-        """Remove entries that nothing uses, least recently used first, until a need is met.
+        """Remove unused entries, least recently used first, until there is enough room.
 
-        None is removed if even all of them would not make enough room.
+        Nothing is removed if even that would not make enough room.
 
         Returns:
             the sources of what was removed.
@@ -534,33 +537,33 @@ class NodeStore:
         if fits(need, room):
             return []
         idle = self.idle()
-        # All or nothing: data kept for later jobs must not go for a request that fails anyway.
+        # All or nothing: do not evict kept data for a request that fails anyway.
         if not fits(need, room_without(room, idle)):
             return []
         removed = []
         for path in idle:
             manifest = published_manifest(f"{path}/{DATA}")
-            with contextlib.suppress(StagingError):  # an entry that cannot be removed stops none
+            with contextlib.suppress(StagingError):  # continue with the next entry
                 if self.remove(os.path.basename(path), _may_go):
                     removed.append(manifest.source if manifest else os.path.basename(path))
-            # Measured, not summed up: other jobs write to the same file system meanwhile.
+            # Measure instead of summing up: other jobs write to the same file system meanwhile.
             if fits(need, measure()):
                 break
         return removed
 
 
 def is_published(path: str) -> bool:
-    """Return whether an entry has data and their manifest, whatever their state."""
+    """Return whether an entry has data and a manifest, whatever their state."""
     return all(os.path.lexists(f"{path}/{name}") for name in (DATA, _MANIFEST))
 
 
 def _is_leftover(path: str) -> bool:
-    """Return whether an entry is of no use once nobody has its lease."""
+    """Return whether an entry is useless once its lease is free."""
     return bool(job_of(path)) or not is_published(path)
 
 
 def _may_go(path: str) -> bool:
-    """Return whether an entry makes room for others: no person has staged it."""
+    """Return whether an entry may be evicted: no user staged it by hand."""
     return not os.path.lexists(f"{path}/{BY_HAND}")
 
 
@@ -588,7 +591,7 @@ def last_used(path: str) -> float:
 
 @contextlib.contextmanager
 def as_staging_error(path: str) -> Iterator[None]:
-    """Turn errors of the system into a StagingError that names the path."""
+    """Convert errors of the system to a StagingError that names the path."""
     try:
         yield
     except (InputError, StagingError):
@@ -599,7 +602,7 @@ def as_staging_error(path: str) -> Iterator[None]:
         raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
 
 
-# List a user's staged data on a node, and remove what nothing uses.
+# Inventory: list a user's staged data on a node, and remove what nothing uses.
 
 _OWN = ("local.dir", "shm.dir")
 
@@ -609,13 +612,13 @@ class StoredData:
     """One staged tree, complete or not.
 
     Attributes:
-        base: directory on the node that its store is in.
-        path: of the data.
-        name: what the job calls it, or the first part of the entry's name.
-        job: key of the job that it goes with; "" if it stays.
-        by_hand: a person staged it, so it stays until `hpml stage clean`.
+        base: directory on the node that contains its store.
+        path: path of the data.
+        name: the job's name for it, or the first part of the entry's name.
+        job: key of the job that it belongs to; "" if it stays.
+        by_hand: a user staged it, so it stays until `hpml stage clean`.
         in_use: what uses it, in words; "" if nothing does.
-        since, last_used: in seconds since the epoch.
+        since, last_used: seconds since the epoch.
         state: "ok", "damaged" (sizes or count are wrong), "incomplete" (was never published) or
             "own" (the job's own directory, for what it writes).
         source, kind, method, bytes, files, digest: as published; empty if incomplete.
@@ -640,12 +643,12 @@ class StoredData:
 
 @dataclass
 class Cleaned:
-    """The result of `clean`.
+    """Result of `clean`.
 
     Attributes:
         removed: the removed data.
         kept: (data, reason) of everything that stays.
-        failed: (path, reason) of what could not be looked at or removed.
+        failed: (path, reason) of what could not be read or removed.
     """
 
     removed: list[StoredData] = field(default_factory=list)
@@ -654,15 +657,15 @@ class Cleaned:
 
     @property
     def bytes(self) -> int:
-        """Sum of the sizes of the removed data."""
+        """Total size of the removed data."""
         return sum(staged.bytes for staged in self.removed)
 
 
 def list_staged(bases: Sequence[str]) -> list[StoredData]:
-    """Return this user's data under some bases.
+    """Return this user's data in some bases.
 
     Raises:
-        StagingError: a store is not ours to use.
+        StagingError: a store does not belong to this user.
     """
     entries = [(base, path) for base in bases for path in NodeStore(base).entries()]
     return [one for base, path in entries for one in _look(base, path)]
@@ -677,15 +680,15 @@ def clean(
     now: float = 0.0,
     dry_run: bool = False,
 ) -> Cleaned:
-    """Remove what dead jobs left, and what is incomplete or damaged.
+    """Remove leftovers of dead jobs, and incomplete or damaged data.
 
-    Data in use and data of other users are never removed.
+    Data in use and data of other users is never removed.
 
     Args:
-        bases: where to look.
-        only: paths of data to remove instead of all that.
-        everything: remove all data that were staged by hand or kept, too.
-        older_seconds: remove those that were not used for so long.
+        bases: directories to search.
+        only: paths of data to remove; nothing else is removed then.
+        everything: also remove data that was staged by hand or kept.
+        older_seconds: also remove data that was unused for this long.
         now: seconds since the epoch.
         dry_run: only report what would be removed.
     """
@@ -757,7 +760,7 @@ def _job_of_process(pid: str, proc_root: str) -> str:
 
 
 def _look(base: str, path: str) -> list[StoredData]:
-    """Describe an entry; one of a job's own directories may be several, or empty."""
+    """Describe an entry; a job's own entry may hold several directories, or none."""
     try:
         names = sorted(os.listdir(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Copying workers, and the limits on their rates."""
+"""Copying workers, and limits of their rates."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def run_forked(
     heartbeat: Callable[[], object],
     on_report: Report = lambda _bytes, _files: None,
 ) -> None:
-    """Run tasks in forked workers; in fewer, or in this process, if there cannot be so many.
+    """Run tasks in forked workers; in fewer, or in this process, if the job's limits require it.
 
     Args:
-        tasks: their number; they are numbered from 0.
-        begin: called in each worker, with a function that takes live figures; yields the function
-            that does a task, given its number.
-        workers: how many.
-        on_result: called with the result of each task, in the order in which they end.
-        heartbeat: called about ten times a second; may raise, which kills the workers.
-        on_report: called with live figures of the workers.
+        tasks: number of tasks; they are numbered from 0.
+        begin: called in each worker with a function that reports live figures; yields the function
+            that runs a task, given its number.
+        workers: number of workers.
+        on_result: called with the result of each task, in the order of completion.
+        heartbeat: called about ten times a second; if it raises, the workers are killed.
+        on_report: called with the workers' live figures.
 
     Raises:
-        StagingError: a worker died, or a task raised something else than an OSError.
-        Exception: what `on_result`, `heartbeat` and `on_report` raise.
+        StagingError: a worker died, or a task raised something other than an OSError.
+        Exception: as raised by `on_result`, `heartbeat` and `on_report`.
         OSError: a task raised it.
     """
     from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - takes time
@@ -102,7 +102,7 @@ def _started(
     while workers:
         try:
             return _Pool(workers, begin)
-        except (OSError, RuntimeError):  # the limit of processes, or no room for its semaphores
+        except (OSError, RuntimeError):  # process limit reached, or no room for semaphores
             workers //= 2
     return None
 
@@ -117,7 +117,7 @@ class _Pool:
         from multiprocessing import get_context  # noqa: PLC0415 - takes time
 
         context = get_context("fork")
-        # Messages are much smaller than PIPE_BUF, so a killed worker never leaves part of one.
+        # Messages are much smaller than PIPE_BUF, so a killed worker never leaves a partial one.
         self.reports = context.SimpleQueue()
 
         def report(more_bytes: int, more_files: int) -> None:
@@ -125,12 +125,12 @@ class _Pool:
 
         start = (os.getpid(), begin, report)
         self.executor = ProcessPoolExecutor(workers, context, _begin, start)
-        # kill_workers() is of Python 3.14
+        # kill_workers() needs Python 3.14
         self._processes = cast("dict[int, ForkProcess]", self.executor._processes)  # noqa: SLF001
         try:
             with warnings.catch_warnings():
-                # Newer Pythons warn about forking while threads run, for children that use their
-                # locks. The workers only run tasks.
+                # Newer Pythons warn about forking while threads run, because children may need
+                # their locks. The workers only run tasks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.executor.submit(int)  # forks all workers
         except (OSError, RuntimeError):
@@ -152,7 +152,7 @@ class _Pool:
 
 
 def _death(codes: list[int | None]) -> StagingError:
-    # After one has died, the executor and then this process ended the others by signals.
+    # After one worker died, the executor and then this process ended the others by signals.
     ended = {0, None, -signal.SIGKILL, -signal.SIGTERM}
     code = next((code for code in codes if code not in ended), None)
     code = -signal.SIGKILL if code is None else code
@@ -160,7 +160,7 @@ def _death(codes: list[int | None]) -> StagingError:
     return StagingError(f"a worker process died ({how})", hint="was the memory of the job short?")
 
 
-_task: Callable[[int], object]  # of a worker process
+_task: Callable[[int], object]  # in a worker process
 
 
 def _begin(
@@ -168,19 +168,19 @@ def _begin(
     begin: Callable[[Report], AbstractContextManager[Callable[[int], object]]],
     report: Report,
 ) -> None:
-    """Prepare a worker process; what `begin` does waits for the first task, which can raise."""
+    """Prepare a worker process; `begin` itself runs with the first task, which can raise."""
     global _task  # noqa: PLW0603 - an executor's workers have no other place
     from multiprocessing.util import Finalize  # noqa: PLC0415 - takes time
 
     # The kernel kills this worker when its parent dies, so no orphan writes into a directory that
-    # the next stager removes. The parent may have died before this call, hence the check after it.
+    # the next stager removes. The parent may have died before this call: check again after it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(name, signal.SIG_IGN)  # the parent gets it too and kills the workers
-    gc.disable()  # a collection would write to the pages shared with the parent, copying them
+        signal.signal(name, signal.SIG_IGN)  # the parent gets it as well and kills the workers
+    gc.disable()  # a collection would write to, and so copy, pages shared with the parent
     stack = contextlib.ExitStack()
     Finalize(None, stack.close, exitpriority=0)
 
@@ -197,7 +197,7 @@ def _do(number: int) -> object:
         return _task(number)
     except OSError:
         raise
-    except HpmlError as error:  # not all of them can be pickled
+    except HpmlError as error:  # not all of these can be pickled
         raise StagingError(str(error), hint=error.hint) from error
     except Exception as error:
         raise StagingError(f"{type(error).__name__}: {error}") from error
@@ -205,11 +205,11 @@ def _do(number: int) -> object:
 
 # Limits of the load on the shared file system: opens per second, and delays of array tasks.
 #
-# Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast
-# as it can makes everybody's `ls` wait.
+# All jobs of a cluster share its metadata servers; a job that opens a million files as fast as it
+# can slows down everybody's `ls`.
 
 SECONDS_PER_TASK = 0.5
-"""What each task of an array adds to the time that their starts are spread over."""
+"""Each task of an array extends the window of start delays by this much."""
 
 _NAP_SECONDS = 0.2
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
@@ -218,14 +218,14 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 class TokenBucket:
     """Limits calls to a rate; safe from several threads of one process.
 
-    It is the generic cell rate algorithm (ITU-T I.371): one number, the time at which the next
-    call would be on schedule. Forked workers have a bucket each, with their share of the rate.
+    It is the generic cell rate algorithm (ITU-T I.371): its only state is the time at which the
+    next call would be on schedule. Each forked worker has its own bucket, with a share of the rate.
 
     Args:
-        rate: calls per second; 0 lets everything through at once.
+        rate: calls per second; 0 for no limit.
         check_stop: called while waiting, several times a second; may raise to end the wait.
-        clock: seconds that never go back.
-        sleep: how to wait.
+        clock: monotonic clock, seconds.
+        sleep: sleeps for some seconds.
     """
 
     def __init__(
@@ -251,7 +251,8 @@ class TokenBucket:
             now = self._clock()
             due = max(self._due, now - _NAP_SECONDS)
             self._due = due + count / self.rate
-        # Wait without the lock: other threads reserve their turns meanwhile, and each sees a stop.
+        # Wait without the lock: other threads reserve their turns meanwhile, and each checks for a
+        # stop.
         while (left := due - self._clock()) > 0:
             self._sleep(min(left, _NAP_SECONDS))
             self._check_stop()
@@ -263,8 +264,7 @@ def open_rate(per_node: float, per_job: float, nodes: int) -> float:
     Args:
         per_node: the site's limit for one node, opens/s; 0 for none.
         per_job: the site's limit for a whole job, opens/s; 0 for none.
-        nodes: how many nodes of the job read the source at once.
-
+        nodes: number of nodes of the job that read the source at once.
     >>> open_rate(2000, 6000, 4), open_rate(2000, 0, 4), open_rate(0, 6000, 4)
     (1500.0, 2000.0, 1500.0)
     """
@@ -276,14 +276,14 @@ def array_delay(most: float, tasks: int, index: int, salt: str = "") -> float:
     """Return how long a task of an array waits before it reads, in seconds.
 
     Tasks of an array start at the same moment. Multiples of the golden ratio spread their delays
-    over the window min(most, tasks * SECONDS_PER_TASK) without large gaps, however many tasks
-    there are. The delay of a task is always the same.
+    evenly over the window min(most, tasks * SECONDS_PER_TASK), however many tasks there are. A
+    task's delay is always the same.
 
     Args:
         most: the site's longest delay, seconds; 0 for none.
-        tasks: how many tasks the array has; a single job, 1 or 0, never waits.
-        index: the task's index.
-        salt: such as the array's id: other arrays wait other times.
+        tasks: number of tasks of the array; a single job, 1 or 0, never waits.
+        index: index of the task.
+        salt: for example the array's id, so that other arrays have other delays.
     """
     if tasks <= 1 or most <= 0:
         return 0.0

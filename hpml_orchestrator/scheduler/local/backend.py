@@ -1,4 +1,4 @@
-"""The local backend: runs the same sbatch script on this machine, without Slurm."""
+"""The local backend: runs the same batch script on this machine, without Slurm."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LOCK_GLANCE_SECONDS = 0.2
 
 
 class LocalScheduler:
-    """A scheduler for one machine; its jobs are known to every process of the same user.
+    """Scheduler for one machine; every process of the same user sees its jobs.
 
     Args:
-        home: directory of this machine's jobs, `<records>/local/<hostname>`; made on demand.
-        machine: what jobs share; all of this machine when left out.
+        home: directory of this machine's jobs, `<records>/local/<hostname>`; created on demand.
+        machine: resources that jobs share; by default all of this machine.
     """
 
     name = "local"
@@ -47,7 +47,7 @@ class LocalScheduler:
         self._machine = machine
 
     def cluster(self) -> str:
-        """Return an empty name: the record of a local job names its host instead."""
+        """Return an empty name: records of local jobs name the host instead."""
         return ""
 
     def arguments(self, request: SubmitRequest) -> list[str]:
@@ -57,8 +57,8 @@ class LocalScheduler:
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:  # noqa: ARG002
         """Queue `job.sh` of the request's directory and return the job's id.
 
-        This process may die at any point: the complete job appears in one step, and from then on
-        every later call finds it and starts it.
+        This process may die at any point: the complete job appears in one step, and every later
+        call finds it and starts it.
 
         Raises:
             SchedulerError: this machine cannot run it; no job exists.
@@ -67,8 +67,8 @@ class LocalScheduler:
         with self._home.lock():
             try:
                 record = self._record(request)
-                # The same files as Slurm's client writes, so that recovery reads one kind of
-                # evidence for both backends.
+                # The same files as Slurm's client writes, so that recovery works alike for both
+                # backends.
                 write_text(request.answer("sbatch.err"), "")
                 job_id = self._home.publish(record, request.environment)
                 write_text(request.answer("sbatch.out"), f"{job_id}\n")
@@ -83,7 +83,7 @@ class LocalScheduler:
                     f"the local job could not be written: {error}",
                     hint=f"is {self._home.path} there and writable?",
                 ) from error
-            with contextlib.suppress(HpmlError, OSError):  # a later call starts it
+            with contextlib.suppress(HpmlError, OSError):  # otherwise a later call starts it
                 self._home.start(self._home.find(job_id))
         return job_id
 
@@ -118,7 +118,7 @@ class LocalScheduler:
         ]
 
     def submitting(self, directory: Path) -> bool:  # noqa: ARG002 - there is one lock for all
-        """Return whether a process of this machine may be inside `submit` for that directory."""
+        """Return whether a process on this machine may be submitting that directory right now."""
         try:
             with self._home.lock(_LOCK_GLANCE_SECONDS):
                 return False
@@ -126,10 +126,10 @@ class LocalScheduler:
             return True
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs; returns at once, running ones end within the kill wait.
+        """Cancel jobs and return at once; running ones end within the kill wait.
 
         Raises:
-            SchedulerError: they are another machine's.
+            SchedulerError: they belong to another machine.
             SchedulerUnavailable: the state could not be written.
         """
         # Pids and the lock in /tmp mean nothing on another machine, although its records may be
@@ -147,19 +147,21 @@ class LocalScheduler:
                             f"cannot cancel job {job.job_id}: {error}",
                             hint=f"is {self._home.path} there and writable?",
                         ) from error
-                # Ask the supervisor rather than kill the job's processes here: it alone knows all
-                # of them, including daemons that left the session, and it records the end.
+                # Ask the supervisor instead of killing the job's processes here: only the
+                # supervisor sees them all, including daemons that left the session, and it records
+                # the end.
                 elif (
                     not job.state.over
                     and (owner := job.supervisor)
                     and not send(Identity(owner.pid, owner.start_ticks), signal.SIGUSR1)
                 ):
-                    # As after a restart of its container, from where nobody can tell.
+                    # For example after a restart of its container, where nothing shows what became
+                    # of it.
                     job.end(JobState.CANCELLED, "cancelled; its supervisor is not here")
 
     def _settle(self) -> list[LocalJob]:
         """End lost jobs and start missing supervisors; return the unfinished jobs."""
-        # Never wait here: whoever holds the lock knows the state, so a query need not.
+        # Never wait here: the holder of the lock updates the state, so a query need not.
         with contextlib.suppress(SchedulerUnavailable, OSError), self._home.lock(0.0):
             jobs = self._home.settle()
             self._home.start(jobs)
@@ -167,9 +169,9 @@ class LocalScheduler:
         return self._home.active()
 
     def _record(self, request: SubmitRequest) -> LocalRequest:
-        """Return the record of a submission; later calls read nothing else about it."""
-        # PATH has no way to escape a colon, and without our `bin` in front the job would find
-        # Slurm's srun or none.
+        """Return the record of a submission; it holds all that later calls need."""
+        # PATH cannot escape a colon, and without our `bin` in front the job would find Slurm's
+        # srun or none.
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
@@ -188,8 +190,8 @@ class LocalScheduler:
                 f"{has or 'none'}",
                 hint="ask for less, or submit it to a Slurm cluster",
             )
-        # Linux has no call that only reads the umask: set it and put it back. The job inherits the
-        # user's, as under Slurm, not that of whichever process happens to start it.
+        # Linux has no call that only reads the umask: set it and restore it. As under Slurm, the
+        # job inherits the user's umask, not that of whichever process happens to start it.
         os.umask(umask := os.umask(0o022))
         wait = os.environ.get("HPML_LOCAL_KILL_WAIT", "")
         indices = job.array.indices if job.array else ()
@@ -211,7 +213,7 @@ class LocalScheduler:
 
 def _status(job: LocalJob) -> JobStatus:
     status = job.status
-    no_reason = BEHIND if job.position else "None"  # of an array one task at a time is looked at
+    no_reason = BEHIND if job.position else "None"  # an array considers one task at a time
     if job.state is not JobState.PENDING:
         no_reason = ""
     return JobStatus(

@@ -5,17 +5,17 @@
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
                             tasks are over, because it may hold passwords
         bin/srun            the local srun, first on the job's PATH
-        bin/scontrol        answers `show hostnames` and `requeue`
+        bin/scontrol        implements `show hostnames` and `requeue`
         <task>.json         the state of one task, by its position in the array (0 for a single
-                            job); a task without one is pending
+                            job); a task without a file is pending
         steps-<task>/<n>    one empty file per srun of the task: step ids
         supervisor.log      output of the supervisors, normally empty
-    <home>/jobs/next        the next id, so that the id of a pruned job is not used again
+    <home>/jobs/next        the next id, so that ids of pruned jobs are not reused
     /tmp/hpml-locks-<uid>/  locks, never on the file system of the records: of this home, of the
-                            line of its waiting jobs, and of each submission's waiting supervisor
+                            queue of its waiting jobs, and of each submission's waiting supervisor
 
 A process holds the home's lock while it changes which jobs wait or run; a supervisor writes only
-its own job. The tasks of an array are numbered from the array's id on, as in Slurm.
+its own job. The tasks of an array are numbered from the array's id upwards, as in Slurm.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ echo "scontrol: error: a local job has: show hostnames; requeue $SLURM_JOB_ID (i
 exit 1
 """
 
-# Python in isolated mode, so that neither the user's variables nor the working directory change
-# what it imports. The package's parent, a checkout or site-packages, is on sys.path for one import
-# only. The fork makes the supervisor a daemon.
+# Isolated mode, so that neither the user's variables nor the working directory change what Python
+# imports. The package's parent, a checkout or site-packages, is on sys.path for one import only.
+# The fork makes the supervisor a daemon.
 _BOOT = (
     "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
     "import hpml_orchestrator; del sys.path[0]; "
@@ -130,10 +130,10 @@ class LocalRequest:
     """What was submitted, `job.json`.
 
     Attributes:
-        output: of the script, unless it is an array.
-        indices: of the array's tasks to run; empty for a single job.
-        limit: maximum number of tasks that run at once; None: all.
-        after: id of each job to wait for, and how it must end.
+        output: output file of the script, unless it is an array.
+        indices: tasks of the array to run; empty for a single job.
+        limit: maximum number of tasks that run at once; None for all.
+        after: id of each job to wait for, and how that job must end.
         submitted: seconds since the epoch.
     """
 
@@ -167,10 +167,10 @@ class LocalJob:
     """One job, or one task of a job array.
 
     Attributes:
-        directory: of its submission.
+        directory: directory of its submission.
         request: what was submitted, `job.json`.
-        position: its place in the array, 0 for a single job.
-        status: its state file.
+        position: position in the array, 0 for a single job.
+        status: contents of its state file.
     """
 
     directory: Path
@@ -180,7 +180,7 @@ class LocalJob:
 
     @property
     def submission(self) -> int:
-        """The id of its submission: the place in the line."""
+        """The id of its submission, which is also its place in the queue."""
         return int(self.directory.name)
 
     @property
@@ -219,12 +219,12 @@ class LocalJob:
 
     @property
     def supervisor(self) -> Owner | None:
-        """The process that runs it, if that still lives; one of another machine does."""
+        """The process that runs it, if alive; one on another machine counts as alive."""
         owner = self.status.supervisor
         return owner if owner and owner_is_alive(owner) else None
 
     def claim(self, cpus: Sequence[int], gpus: Sequence[str]) -> None:
-        """Record that the calling process is its supervisor and starts it now. Needs the lock."""
+        """Record that the calling process supervises it and starts it now. Needs the lock."""
         self.save(
             replace(
                 self.status,
@@ -258,7 +258,7 @@ class LocalJob:
 
 
 class Home:
-    """The jobs below one directory, which is made on demand."""
+    """The jobs in one directory, which is created on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
@@ -276,9 +276,9 @@ class Home:
         """Hold the lock of this home.
 
         Raises:
-            SchedulerUnavailable: it was not free in time.
+            SchedulerUnavailable: another process held it for too long.
         """
-        # flock, not a lock file: the kernel releases it when the holder dies, whichever way.
+        # flock, not a lock file: the kernel releases it however its holder dies.
         with self.opened("lock") as fd:
             until = time.monotonic() + patience_seconds
             while True:
@@ -293,13 +293,13 @@ class Home:
                             f"{self._lock_path('lock')}",
                         ) from None
                 time.sleep(_LOCK_PAUSE_SECONDS)
-            os.utime(fd)  # cleaners of /tmp go by age
+            os.utime(fd)  # cleaners of /tmp remove old files
             yield
 
     @contextlib.contextmanager
     def opened(self, what: str) -> Iterator[int]:
-        """Open one of the files for locks, and close it in the end."""
-        # O_NOFOLLOW, because /tmp is open to everybody.
+        """Open one of the lock files, and close it afterwards."""
+        # O_NOFOLLOW, because anybody can write to /tmp.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._lock_path(what), flags, 0o600)
         try:
@@ -312,8 +312,8 @@ class Home:
         with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
-            # Somebody else may have made the directory first. With their permissions they could
-            # hold our locks, or point them elsewhere.
+            # Another user may have created the directory first, and could then hold our locks or
+            # redirect them.
             private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
             if private and status.st_uid == os.geteuid():
                 return path / f"{self._lock_name}.{what}"
@@ -341,7 +341,7 @@ class Home:
     def jobs_of(self, number: int) -> list[LocalJob]:
         """Return the jobs of a submission: all tasks of an array.
 
-        The list is empty without jobs, or if their records cannot be read.
+        Returns an empty list if there are none, or if their records cannot be read.
         """
         try:
             return self._read(number)
@@ -364,10 +364,10 @@ class Home:
         ]
 
     def _status(self, directory: Path, position: int, names: Collection[str]) -> Status:
-        """Return a task's state: pending without a file, read once if it is over."""
+        """Return a task's state: pending without a file; a final state is read only once."""
         name = f"{position}.json"
-        # A file that is renamed to its name while the directory is read may be missing from it.
-        # One that runs has the directory of its steps, too, and reads only its own file.
+        # A directory listing may miss a file that is being renamed into place. A running task also
+        # has a directory of steps, and reads only its own file.
         if name not in names and f"steps-{position}" not in names:
             return _PENDING
         path = directory / name
@@ -387,7 +387,7 @@ class Home:
         return self.dependency(job_id) or []
 
     def dependency(self, job_id: str) -> list[LocalJob] | None:
-        """Return the jobs of an id, none if it was pruned; None if that cannot be read now."""
+        """Return the jobs of an id, empty if it was pruned; None if they cannot be read now."""
         number, _, index = job_id.partition("_")
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
@@ -406,16 +406,17 @@ class Home:
                 jobs = self.jobs_of(number)
                 unfinished = [job for job in jobs if not job.state.over]
                 active += unfinished
-                # A job that is over never changes again, so its records need not be read on every
-                # poll. One whose records cannot be read is not over: it is read again next time.
+                # A finished job never changes, so its records need not be read on every poll. A job
+                # whose records cannot be read does not count as finished: it is read again next
+                # time.
                 if jobs and not unfinished:
                     self._over.add(number)
-                    with contextlib.suppress(OSError):  # gone already, or another user's
+                    with contextlib.suppress(OSError):  # already gone, or another user's
                         os.unlink(self._jobs / str(number) / "environment")
         return active
 
     def settle(self) -> list[LocalJob]:
-        """End jobs that are lost; return the unfinished ones. Needs the lock.
+        """End lost jobs; return the unfinished ones. Needs the lock.
 
         What cannot be written to disk now is retried by the next call.
         """
@@ -431,19 +432,19 @@ class Home:
         if job.status.supervisor is None or job.status.supervisor.boot_id != boot_id():
             return "the machine was restarted while the job ran"
         variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={self.cluster}"]
-        # With the supervisor gone, descent leads nowhere: its children belong to init now. Their
-        # environment still names the job, even that of a process that left its session.
+        # With the supervisor gone, its children belong to init, so the process tree no longer shows
+        # them. Their environment still names the job, even after they left its session.
         left = kill_until_gone(lambda: marked(variables), patience_seconds=_KILL_PATIENCE_SECONDS)
         if left:
             return f"the job's supervisor died; these processes remain: {left}"
         return "the job's supervisor died; its processes were killed"
 
     def start(self, jobs: Sequence[LocalJob]) -> None:
-        """Start a supervisor for each submission with pending tasks that has none waiting."""
+        """Start a supervisor for each submission with pending tasks and no waiting supervisor."""
         here = [job for job in jobs if job.request.host == short_hostname()]
         for number in {job.submission for job in here if job.state is JobState.PENDING}:
-            # The supervisor inherits the lock, and holds it as long as it waits. So this process
-            # may die at any point, and so may that one.
+            # The supervisor inherits the lock and holds it while it waits, so either process may
+            # die at any point.
             with self.opened(str(number)) as fd, contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 argv = [sys.executable, "-I", "-X", "utf8", "-c", _BOOT, _PACKAGE_PARENT]
@@ -455,17 +456,17 @@ class Home:
                         stdout=log,
                         stderr=log,
                         cwd="/",
-                        # An almost empty environment: the supervisor must not be found by its
-                        # submitter's job variables, since whoever ends that outer job would kill
-                        # this one too.
+                        # Almost empty: with its submitter's job variables, the supervisor would
+                        # look like a part of that outer job, and ending the outer job would kill
+                        # it.
                         env={"PATH": os.defpath, SUPERVISOR_MARK: str(number)},
                         start_new_session=True,
                         pass_fds=[fd],
                     )
-                child.wait()  # it forks at once and leaves
+                child.wait()  # it forks and exits at once
 
     def started(self, number: int, fd: int) -> None:
-        """Let another supervisor wait for the next task of a submission."""
+        """Allow another supervisor to wait for the submission's next task."""
         with contextlib.suppress(OSError):
             os.unlink(self._lock_path(str(number)))
         os.close(fd)
@@ -481,9 +482,8 @@ class Home:
         self._remove_unfinished()
         last = max(self.numbers(), default=0)
         recorded = read_text_or_nothing(self._jobs / _NEXT).strip()
-        # The largest of both counts: `next` survives a prune of the newest jobs, and the
-        # directories survive a lost or torn `next`. An id that is used twice would mix up two runs'
-        # records.
+        # The larger of both: `next` survives a prune of the newest jobs, and the directories
+        # survive a lost or torn `next`. Using an id twice would mix up the records of two runs.
         number = max(
             last + max(1, len(self.jobs_of(last))), int(recorded) if recorded.isdecimal() else 1
         )
@@ -494,13 +494,13 @@ class Home:
         write_text(building / "environment", b"\0".join(entries), mode=0o600)
         (building / "bin").mkdir()
         shutil.copyfile(_SRUN, building / "bin" / "srun.py")
-        # The absolute interpreter without site-packages: the job may change PATH or activate an
-        # environment, and this srun must start the same, and fast.
+        # Absolute path of the interpreter, without site-packages: the job may change PATH or
+        # activate an environment, and this srun must still start the same way, and fast.
         srun = shlex.join([sys.executable, "-I", "-S", str(self._jobs / f"{number}/bin/srun.py")])
         write_text(building / "bin" / "srun", f'#!/bin/sh\nexec {srun} "$@"\n', mode=0o755)
         write_text(building / "bin" / "scontrol", _SCONTROL, mode=0o755)
         write_json(building / "job.json", asdict(request))
-        # Written before the rename: dying in between only skips some ids.
+        # Write `next` before the rename: a crash in between only skips some ids.
         write_text(self._jobs / _NEXT, f"{number + max(1, len(request.indices))}\n")
         os.rename(building, self._jobs / str(number))
         fsync_dir(self._jobs)
@@ -513,13 +513,13 @@ class Home:
                     shutil.rmtree(path)
 
 
-# The process that waits for its turn, runs one local job, and records how it ended.
+# The supervisor: waits for its turn, runs one local job, and records how it ended.
 #
-# A daemon in its own session, started with the submission. Of an array it takes the next task, and
-# starts another supervisor for those after it. It is a child subreaper: processes that the job
-# leaves behind become its children, and it ends them with the job. While the job runs it handles
-# three signals: USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, as at
-# the machine's shutdown.
+# It is a daemon in its own session, started with the submission. For an array it takes the next
+# task and starts another supervisor for those after it. It is a child subreaper: orphans of the job
+# become its children, and it ends them with the job. While the job runs it handles three signals:
+# USR1 cancels the job, USR2 requeues it, and TERM ends it as a node failure, for example when the
+# machine shuts down.
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -540,28 +540,28 @@ def main(home_path: str, number: str, lock: str) -> None:
     """Wait for the next task of a submission, and run it."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)  # another supervisor may have blocked them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)  # inherited blocked from another supervisor
     os.set_inheritable(int(lock), False)
     home = Home(Path(home_path))
     run = _next(home, int(number))
-    with contextlib.suppress(HpmlError, OSError):  # the next call of hpml starts the others
+    with contextlib.suppress(HpmlError, OSError):  # the next hpml command starts the others
         home.started(int(number), int(lock))
     if run is not None:
         run.until_over()
         if run.ending and run.ending[0] is JobState.NODE_FAIL:
-            return  # the machine shuts down: whoever waits starts after it
-        # Under the lock: while another process holds it, an end that was recorded just now must not
-        # look like the death of a supervisor.
+            return  # the machine shuts down: waiting jobs start after the reboot
+        # Under the lock: while another process holds it, a newly recorded end must not look like
+        # the death of a supervisor.
         with contextlib.suppress(HpmlError, OSError), home.lock():
             home.start(home.settle())
 
 
 def _next(home: Home, number: int) -> _Run | None:
-    """Wait until a task of a submission may start, and claim it; None if all have.
+    """Wait until a task of a submission may start, and claim it; None if all have started.
 
-    Jobs that could start stand in a line, in the order of their numbers: a byte of a file is each
-    one's place, locked as long as it waits. So the kernel wakes a process once nobody is before it,
-    and takes a killed one out of the line.
+    Jobs that could start form a queue, ordered by number: each locks one byte of a file while it
+    waits. So the kernel wakes a process when all earlier ones are gone, and removes a killed one
+    from the queue.
     """
     with home.opened("line") as line:
         while tasks := home.pending(number):
@@ -569,13 +569,13 @@ def _next(home: Home, number: int) -> _Run | None:
             if reason:
                 fcntl.lockf(line, fcntl.LOCK_UN, 1, number)  # let others pass
             else:
-                os.utime(line)  # cleaners of /tmp go by age
+                os.utime(line)  # cleaners of /tmp remove old files
                 fcntl.lockf(line, fcntl.LOCK_EX, 1, number)
                 reason = "" if _nobody_before(line, number, fcntl.LOCK_NB) else BEHIND
             if not reason or reason != tasks[0].status.reason:
                 try:
                     claimed = _claimed(home, number, reason)
-                except (HpmlError, OSError):  # no job is lost because a disk is full for a moment
+                except (HpmlError, OSError):  # do not lose a job to a briefly full disk
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
                     time.sleep(_RECORD_PAUSE_SECONDS)
                     continue
@@ -589,7 +589,7 @@ def _next(home: Home, number: int) -> _Run | None:
 
 
 def _claimed(home: Home, number: int, reason: str) -> LocalJob | None:
-    """Claim the next task of a submission, or note why it waits; raises if that is not recorded."""
+    """Claim a submission's next task, or record why it waits; raises if that cannot be written."""
     with home.lock(_NEVER):
         tasks = home.pending(number)  # some may have been cancelled
         if reason == _NEVER_MET:
@@ -601,7 +601,7 @@ def _claimed(home: Home, number: int, reason: str) -> LocalJob | None:
         if isinstance(got, str):
             tasks[0].wait_for(got)
             return None
-        # Signals are blocked before the claim: from then on `cancel` sends one, whose default
+        # Block signals before the claim: from then on `cancel` may send one, whose default
         # action would kill this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         tasks[0].claim(*got)
@@ -609,7 +609,7 @@ def _claimed(home: Home, number: int, reason: str) -> LocalJob | None:
 
 
 def _nobody_before(line: int, number: int, how: int = 0) -> bool:
-    """Wait until nobody is before a job in the line, or return whether that is so."""
+    """Wait until a job is first in the queue, or (with LOCK_NB) return whether it is."""
     try:
         fcntl.lockf(line, fcntl.LOCK_SH | how, number, 0)
     except (BlockingIOError, PermissionError):
@@ -619,10 +619,10 @@ def _nobody_before(line: int, number: int, how: int = 0) -> bool:
 
 
 def _obstacle(home: Home, job: LocalJob) -> str:
-    """Return why a job cannot start, however much room there is; empty for nothing."""
+    """Return what keeps a job from starting apart from resources; empty for nothing."""
     request = job.request
     met = {_met(home, job_id, end) for job_id, end in request.after}
-    if False in met:  # one dependency that has failed decides, even while others are still open
+    if False in met:  # one failed dependency decides, even while others are open
         return _NEVER_MET
     if None in met:
         return "Dependency"
@@ -633,7 +633,7 @@ def _obstacle(home: Home, job: LocalJob) -> str:
 
 
 def _met(home: Home, job_id: str, end: str) -> bool | None:
-    """Return whether a dependency is met; None if that is still open."""
+    """Return whether a dependency is met; None while that is open."""
     jobs = home.dependency(job_id)
     if jobs is None:
         return None
@@ -641,13 +641,12 @@ def _met(home: Home, job_id: str, end: str) -> bool | None:
     if not all(state.over for state in states):
         return None
     completed = all(state is JobState.COMPLETED for state in states)
-    # A pruned job leaves no states. It ended in some way that nobody knows any more, which
-    # satisfies `any` and nothing else.
+    # A pruned job has no states. How it ended is unknown, which satisfies only `any`.
     return end == "any" or (bool(states) and completed == (end == "ok"))
 
 
 def _allocation(job: LocalJob, unfinished: Sequence[LocalJob]) -> tuple[list[int], list[str]] | str:
-    """Return the CPUs and GPUs for a job, or why there are none."""
+    """Return the CPUs and GPUs for a job, or why none are available."""
     machine, needs = job.request.machine, job.request.needs
     holders = [other for other in unfinished if other.has_slots]
     taken_cpus = {cpu for holder in holders for cpu in holder.status.cpus}
@@ -669,7 +668,7 @@ def _allocation(job: LocalJob, unfinished: Sequence[LocalJob]) -> tuple[list[int
 
 
 class _Run:
-    """One job from its first process to its last."""
+    """One job, from its first process to its last."""
 
     def __init__(self, home: Home, job: LocalJob) -> None:
         self.home = home
@@ -677,7 +676,7 @@ class _Run:
         self.shell: subprocess.Popen[bytes]
         self.status: int | None = None
         self.ending: tuple[JobState, str] | None = None
-        self.kill_at = _NEVER  # a laptop's sleep does not count
+        self.kill_at = _NEVER  # monotonic: suspended time does not count
 
     def until_over(self) -> None:
         """Run the job and record its end."""
@@ -695,12 +694,12 @@ class _Run:
                 self.ending = (JobState.TIMEOUT, "TimeLimit")
             if self.status is None and self.ending is not None:
                 self._end(*self.ending)
-        # A script that requeues itself and ends at once sends both signals in one moment.
+        # A script that requeues itself and ends at once sends both signals together.
         self._hear(0.0)
         left = self._end_leftovers()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
         if self.ending == _REQUEUE and not left:
-            with self.home.lock(_NEVER):  # `cancel` holds it while it chooses whom to signal
+            with self.home.lock(_NEVER):  # `cancel` holds it while choosing a process
                 self._hear(0.0)
                 if self.ending == _REQUEUE:
                     self._keep(*_REQUEUE)
@@ -713,25 +712,25 @@ class _Run:
             state, reason = JobState.FAILED, "NonZeroExitCode"
         if left:
             reason = f"{reason or 'ended'}; these processes remain: {left}"
-            # Processes that survive SIGKILL still hold GPUs or memory: the next attempt would start
-            # beside them.
+            # Processes that survive SIGKILL still hold GPUs or memory: the next attempt would
+            # compete with them.
             state = JobState.NODE_FAIL if state is JobState.REQUEUED else state
         self._keep(state, reason, code, number)
 
     def _hear(self, seconds: float) -> None:
-        """Wait for a signal, reap what has ended, and note how the job is to end."""
+        """Wait for a signal, reap ended processes, and note how the job is to end."""
         heard, pause = set(), min(max(seconds, 0.0), _MAX_PAUSE_SECONDS)
         while received := signal.sigtimedwait(_HEARD, pause):
             heard.add(received.si_signo)
             pause = 0.0
-        with contextlib.suppress(ChildProcessError):  # orphans of the job are children, too
+        with contextlib.suppress(ChildProcessError):  # orphans of the job are also children
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.shell.pid:
                     self.status = os.waitstatus_to_exitcode(ended[1])
         state = self.ending[0] if self.ending else None
         runs = state is None and self.status is None
-        # The request to requeue may come from a script that has ended since; a time limit does not
-        # undo it, a cancellation does.
+        # The script that asked for the requeue may have ended since. A time limit does not override
+        # the request; a cancellation does.
         if signal.SIGUSR2 in heard and state in (None, JobState.TIMEOUT):
             self.ending = _REQUEUE
         elif signal.SIGTERM in heard and runs:
@@ -755,10 +754,10 @@ class _Run:
 
         def prepare() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-            # The parent may have died before prctl took effect; then no death signal would come.
+            # The parent may have died before prctl took effect, and then no death signal comes.
             if os.getppid() != supervisor:
                 os._exit(1)
-            for number in _IGNORED:  # they would stay ignored
+            for number in _IGNORED:  # ignored signals would stay ignored
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             with contextlib.suppress(OSError):
@@ -780,13 +779,13 @@ class _Run:
             )
 
     def _end(self, state: JobState, reason: str) -> None:
-        """Begin to end the job, or kill what is late; the reason goes into its output."""
+        """Start to end the job, or kill it if it is late; write the reason to its output."""
         if self.kill_at < _NEVER:
             if time.monotonic() >= self.kill_at:
                 self._send(signal.SIGKILL)
                 time.sleep(_PAUSE_SECONDS)
             return
-        # As slurmstepd writes it.
+        # The wording of slurmstepd.
         why = {
             JobState.TIMEOUT: " DUE TO TIME LIMIT",
             JobState.NODE_FAIL: " DUE TO NODE FAILURE",
@@ -804,7 +803,7 @@ class _Run:
         self.kill_at = time.monotonic() + self.job.request.kill_wait_seconds
         with contextlib.suppress(RecordError):
             self.job.save(replace(self.job.status, state=JobState.COMPLETING, reason=reason))
-        # SIGCONT first, as slurmstepd does: a stopped process acts on SIGTERM only once it
+        # SIGCONT first, as slurmstepd does: a stopped process handles SIGTERM only after it
         # continues.
         self._send(signal.SIGCONT)
         self._send(signal.SIGTERM)
@@ -815,7 +814,7 @@ class _Run:
             send(who, number)
 
     def _end_leftovers(self) -> list[int]:
-        """End what the script left behind, first by TERM; return the pids that survive."""
+        """End what the script left behind, starting with SIGTERM; return the pids that survive."""
         if descendants(os.getpid()) and self.kill_at == _NEVER:
             self._terminate("")
         while time.monotonic() < self.kill_at and descendants(os.getpid()):
@@ -843,15 +842,15 @@ class _Run:
             try:
                 return self.job.save(status)
             except RecordError as error:
-                # The end exists nowhere else. Exiting now would have the next query call the job
-                # lost, so keep trying for ten minutes unless the machine shuts down.
+                # The end exists nowhere else. After an exit, the next query would call the job
+                # lost, so retry for ten minutes unless the machine shuts down.
                 late = time.monotonic() > until
                 if late or signal.sigtimedwait({signal.SIGTERM}, _RECORD_PAUSE_SECONDS):
                     sys.exit(f"the end of job {self.job.job_id} ({state}) is not recorded: {error}")
 
 
 def _variables(job: LocalJob, cluster: str) -> dict[str, str]:
-    """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
+    """Return the variables of a one-node Slurm job, for a job with allocated CPUs and GPUs."""
     request, needs, status = job.request, job.request.needs, job.status
     started = int(status.started or 0)
     host = short_hostname()

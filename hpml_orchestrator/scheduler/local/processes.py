@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.process import ProcessStat
 
 SUPERVISOR_MARK = "HPML_LOCAL_SUPERVISOR"
-"""Variable in a supervisor's own environment: it is never a part of the job around it."""
+"""Variable in a supervisor's own environment: it is never part of a surrounding job."""
 
 _PAUSE_SECONDS = 0.02
 
 
 class Identity(NamedTuple):
-    """A pid with its start time in clock ticks, which tells it from later processes of that pid."""
+    """A pid with its start time in clock ticks, which identifies a process if the pid is reused."""
 
     pid: int
     start: int
@@ -40,13 +40,13 @@ def identity(pid: int) -> Identity:
 
 
 def is_alive(who: Identity) -> bool:
-    """Return whether that same process still runs; a zombie does not count."""
+    """Return whether exactly this process still runs; a zombie does not count."""
     process = read_stat(who.pid)
     return process is not None and process.start_ticks == who.start and not process.ended
 
 
 def send(who: Identity, number: int) -> bool:
-    """Signal that same process; return whether it was still there."""
+    """Signal exactly this process; return whether it still existed."""
     try:
         if is_alive(who):
             os.kill(who.pid, number)
@@ -57,7 +57,7 @@ def send(who: Identity, number: int) -> bool:
 
 
 def descendants(root: int) -> set[Identity]:
-    """Return all processes below `root`, except other supervisors and what is below those."""
+    """Return all descendants of `root`, except other supervisors and their descendants."""
     children: dict[int, list[ProcessStat]] = {}
     for process in live_processes():
         children.setdefault(process.parent, []).append(process)
@@ -65,7 +65,7 @@ def descendants(root: int) -> set[Identity]:
     parents = [root]
     while parents:
         for process in children.get(parents.pop(), ()):
-            # A job may submit jobs. Their supervisors descend from it, but they outlive it, as
+            # A job may submit jobs. Their supervisors are descendants, but must outlive it, as
             # under Slurm.
             mark = f"{SUPERVISOR_MARK}=".encode()
             if not any(entry.startswith(mark) for entry in environment_of(process.pid)):
@@ -93,10 +93,10 @@ def kill_until_gone(
     """SIGKILL what `find` returns until it finds nothing; return the pids that survive."""
     until = time.monotonic() + patience_seconds
     while True:
-        late = time.monotonic() > until  # before the search: this process may be paused after it
+        late = time.monotonic() > until  # check before the search: this process may be paused later
         left = list(find())
         # Search again after each round: a process that forks between the search and the kill leaves
-        # a child that the first list does not have.
+        # a child that the first list misses.
         for who in left:
             send(who, signal.SIGKILL)
         reap()
@@ -105,10 +105,10 @@ def kill_until_gone(
         time.sleep(_PAUSE_SECONDS)
 
 
-# What this machine has, and what a job needs of it.
+# What this machine has, and what a job needs.
 
 MAX_TASKS = 1000
-"""Most tasks of an array on this machine."""
+"""Maximum number of tasks of an array on this machine."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class LocalMachine:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job holds while it runs, and what Slurm would tell it of its request.
+    """What a job holds while it runs, and what Slurm would report about its request.
 
     Attributes:
-        cpus, gpus: how many it holds.
-        tasks: that its launcher is started as.
-        memory_mb: None if the job does not say.
+        cpus, gpus: numbers that it holds.
+        tasks: number of processes that its launcher starts.
+        memory_mb: None if the job sets none.
         seconds: its time limit.
     """
 
@@ -145,10 +145,10 @@ def cpu_ids() -> list[int]:
 
 
 def gpu_ids() -> list[str]:
-    """Return the NVIDIA GPUs of this machine as CUDA_VISIBLE_DEVICES would name them.
+    """Return this machine's NVIDIA GPUs as CUDA_VISIBLE_DEVICES would name them.
 
-    If CUDA_VISIBLE_DEVICES of this process is set, it decides; like CUDA, read it up to the first
-    invalid entry. Otherwise count the device files.
+    If CUDA_VISIBLE_DEVICES of this process is set, use it up to the first invalid entry, as CUDA
+    does. Otherwise count the device files.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -171,7 +171,7 @@ def memory_mb() -> int:
 
 
 def this_machine() -> LocalMachine:
-    """Return what this machine has, as far as this process may use it."""
+    """Return the resources of this machine that this process may use."""
     return LocalMachine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
 
 
@@ -199,9 +199,9 @@ def needs_of(job: Job, machine: LocalMachine) -> Needs:
 
 
 def shortages(job: Job, machine: LocalMachine) -> Iterator[tuple[str, int | str, str]]:
-    """Yield what a job asks for and this machine lacks: a name, what is here, and the request.
+    """Yield (name, available, request) for each resource that this machine lacks.
 
-    What is here is a number, for memory a text such as `16G`.
+    What is available is a number, for memory a text such as `16G`.
     """
     resources, needs = job.resources, needs_of(job, machine)
     memory = needs.memory_mb or 0

@@ -1,8 +1,8 @@
 """`srun` of the local backend: runs the tasks of a step on this machine.
 
 It accepts the options that hpml's scripts write, as `--name=value`, and refuses all others.
-It uses the standard library only, with few imports, and is copied into each job's directory; it
-starts in about 30 ms.
+It is copied into each job's directory and uses only the standard library, with few imports, so
+that it starts in about 30 ms.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # importing typing takes longer than all the rest
+TYPE_CHECKING = False  # importing typing takes longer than everything else
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
 _KILL = "kill-on-bad-exit"
 _NUMBERS = {"nodes", "ntasks", "ntasks-per-node", "wait", _KILL}
-_NOTHING = {"cpu-bind", "export", "mpi", "overlap"}  # they mean nothing on one node
+_NOTHING = {"cpu-bind", "export", "mpi", "overlap"}  # meaningless on one node
 _SIZES = (
     "SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_STEP_NUM_TASKS "
     "SLURM_STEP_TASKS_PER_NODE"
@@ -41,11 +41,10 @@ class OptionError(ValueError):
 
 
 def parse(argv: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Return the numbers that options give, and the command.
+    """Return the numbers that options set, and the command.
 
     Raises:
         OptionError: an unknown option, a wrong value, more than one node, or no command.
-
     >>> parse(["--ntasks=2", "--overlap", "hostname", "-s"])
     ({'ntasks': 2}, ['hostname', '-s'])
     """
@@ -79,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     count = numbers.get("ntasks") or numbers.get("ntasks-per-node")
     count = count or int(os.environ.get("SLURM_NTASKS", "1"))
-    # If SIGCHLD is ignored, which a shell may pass on, the kernel reaps the children itself and no
-    # status is left to wait for.
+    # A shell may pass on an ignored SIGCHLD. The kernel then reaps the children itself and leaves
+    # no status to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Blocked signals are fetched by sigtimedwait, so that none is lost between two waits.
+    # Block the signals and fetch them with sigtimedwait, so that none is lost between two waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     tasks: list[_Task] = []
     try:
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED_TO_START
     _wait_for(tasks, kill=numbers.get(_KILL, 0) > 0, wait=numbers.get("wait", 0))
     for task in tasks:
-        task.send(signal.SIGKILL)  # what it left behind; a step ends with its tasks
+        task.send(signal.SIGKILL)  # kill leftovers: a step ends with its tasks
         os.waitpid(task.pid, 0)
     return max(task.status or 0 for task in tasks)
 
@@ -112,7 +111,7 @@ class _Task:
         if self.pid == 0:
             self._become(environment, command)
         try:  # noqa: SIM105 - contextlib costs a quarter of the start
-            os.setpgid(self.pid, self.pid)  # both sides do it: neither waits for the other
+            os.setpgid(self.pid, self.pid)  # parent and child both call this, so neither waits
         except OSError:
             pass
 
@@ -133,11 +132,11 @@ class _Task:
             os._exit(_FAILED_TO_START)
 
     def has_just_ended(self) -> bool:
-        """Return whether it ended since the last call; it stays a zombie, which keeps its pid."""
+        """Return whether it ended since the last call; its zombie reserves the pid."""
         if self.status is not None:
             return False
-        # WNOWAIT leaves a zombie. As long as it exists, its pid and so its process group cannot be
-        # given to a stranger, and killpg stays safe.
+        # WNOWAIT leaves a zombie. As long as it exists, its pid and process group cannot be reused,
+        # so killpg is safe.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
             return False
@@ -152,7 +151,7 @@ class _Task:
         return True
 
     def send(self, number: int) -> None:
-        """Signal the task and everything that is left in its process group."""
+        """Signal the task and everything left in its process group."""
         try:  # noqa: SIM105 - as above
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
@@ -167,7 +166,7 @@ def _send(tasks: Sequence[_Task], *numbers: int) -> None:
 
 
 def _wait_for(tasks: Sequence[_Task], *, kill: bool, wait: int) -> None:
-    """Wait until all tasks have ended, forward signals, and end those that are late."""
+    """Wait until all tasks have ended; forward signals, and kill tasks that are late."""
     supervisor = int(os.environ.get("HPML_LOCAL_SUPERVISOR_PID", "0"))
     asked = float(os.environ.get("HPML_LOCAL_KILL_WAIT", _MAX_KILL_WAIT_SECONDS))
     told, kill_at = False, _NEVER
@@ -175,7 +174,7 @@ def _wait_for(tasks: Sequence[_Task], *, kill: bool, wait: int) -> None:
         pause = max(0.0, min(kill_at - time.monotonic(), _POLL_SECONDS))
         while (received := signal.sigtimedwait(_WATCHED, pause)) is not None:
             pause = 0
-            # The job's supervisor signals the tasks itself. Besides, after this process was stopped
+            # The job's supervisor signals the tasks itself. Also, after this process was stopped
             # for a while, Python may return signals that nobody sent, with any number.
             if received.si_signo in _FORWARDED and received.si_pid != supervisor:
                 _send(tasks, received.si_signo)
@@ -185,7 +184,7 @@ def _wait_for(tasks: Sequence[_Task], *, kill: bool, wait: int) -> None:
             if task.status and kill and not told:
                 told = True
                 kill_at = min(kill_at, time.monotonic() + min(asked, _MAX_KILL_WAIT_SECONDS))
-                # A stopped task acts on SIGTERM only once it continues.
+                # A stopped task handles SIGTERM only after it continues.
                 _send(tasks, signal.SIGCONT, signal.SIGTERM)
             # --wait counts from the first task that ends, whatever its status, and kills without
             # SIGTERM.
@@ -211,7 +210,7 @@ def _environment(rank: int, count: int, step: int) -> dict[str, str]:
 
 
 def _claim_step() -> int:
-    """Return the next step id of the job: each srun makes a file of that name."""
+    """Return the next step id of the job: each srun creates a file of that name."""
     steps = os.environ.get("HPML_LOCAL_STEPS")
     if not steps:
         return 0

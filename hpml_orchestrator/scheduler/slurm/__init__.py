@@ -1,1 +1,1 @@
-"""Slurm by its commands: the client, its readers of text, its options and messages."""
+"""Slurm through its commands: the client, parsers of its output, its options and messages."""

@@ -1,4 +1,4 @@
-"""The Slurm backend: sbatch, squeue, sacct and scancel of 22.05 and later."""
+"""The Slurm backend: runs sbatch, squeue, sacct and scancel of version 22.05 and later."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.command import Completed, Runner
     from hpml_orchestrator.scheduler.model import SubmitRequest
 
-# Run Slurm's commands: their environment, their timeouts, what a failure means.
+# Run Slurm's commands: their environment, their timeouts, and what a failure means.
 
 _SLURM_CONF = "/etc/slurm/slurm.conf"
 _LOOPBACK = re.compile(
@@ -62,23 +62,23 @@ _LOOPBACK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _VERSION_TIMEOUT_SECONDS = 15.0
-READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
+READ_TIMEOUT_SECONDS = 60.0  # Slurm's is 10 s (MessageTimeout); some commands wait twice
 SILENT_HINT = "the controller does not answer; try again in a moment (`scontrol ping`)"
 
 _ACCOUNTING_HINT = "accounting (slurmdbd) does not answer; try again in a moment"
 _SILENT_HINTS = {"sacct": _ACCOUNTING_HINT, "sacctmgr": _ACCOUNTING_HINT}
 _READ_HINT = "the controller may be busy or restarting: try again in a minute"
-# These variables change what a command shows: a site's SQUEUE_PARTITION must not hide a job.
+# These variables change a command's output: a site's SQUEUE_PARTITION must not hide a job.
 _FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SDIAG_")
 # SLURM_CLUSTERS would send queries to a cluster other than the one that sbatch submits to.
 _FOREIGN = frozenset({"SLURM_CLUSTERS", "SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
 
 
 def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a command that reads: times as seconds, lists uncut, in English.
+    """Return the environment for a command that reads: epoch times, full lists, English messages.
 
     Args:
-        env: what to start from; the process's own when none is given.
+        env: base environment; default: that of this process.
     """
     base = os.environ if env is None else env
     kept = {
@@ -86,13 +86,13 @@ def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
         for name, value in base.items()
         if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN
     }
-    # SLURM_TIME_FORMAT gives epoch seconds, which no time zone or daylight saving makes ambiguous.
+    # SLURM_TIME_FORMAT gives epoch seconds, which do not depend on time zone or daylight saving.
     # SLURM_BITSTR_LEN=0 keeps squeue from cutting an array's task list at 64 characters.
     return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
 
 def is_one_machine(environment: Mapping[str, str]) -> bool:
-    """Return whether the cluster is this machine alone: its controller listens on loopback."""
+    """Return whether the cluster consists of this machine: its controller listens on loopback."""
     try:
         path = Path(environment.get("SLURM_CONF", _SLURM_CONF))
         return _LOOPBACK.search(path.read_text("utf-8", errors="replace")) is not None
@@ -107,11 +107,11 @@ def ask(
     env: Mapping[str, str] | None = None,
     timeout: float = READ_TIMEOUT_SECONDS,
 ) -> Completed:
-    """Run a command of Slurm's once; see `reading_environment` for `env`.
+    """Run a Slurm command once; see `reading_environment` for `env`.
 
     Raises:
         CommandMissing: the command does not exist.
-        SchedulerUnavailable: it did not answer in time; names the silent service.
+        SchedulerUnavailable: it timed out; names the silent service.
     """
     try:
         return run.run(argv, env=reading_environment(env), timeout=timeout)
@@ -123,7 +123,7 @@ def ask(
 
 
 def name_nodes(statuses: dict[str, JobStatus], run: Runner) -> None:
-    """Add the cluster's nodes that are down or drained, and why, to the jobs that wait for them."""
+    """Append the cluster's down or drained nodes, with reasons, to the statuses of waiting jobs."""
     waiting = [key for key, one in statuses.items() if one.reason.startswith(NODES_DOWN)]
     if not waiting:
         return
@@ -136,7 +136,7 @@ def name_nodes(statuses: dict[str, JobStatus], run: Runner) -> None:
 
 
 def slurm_error(command: str, done: Completed) -> SchedulerUnavailable:
-    """Return the error for a command that ended without a usable answer."""
+    """Return the error for a command that gave no usable answer."""
     if not_configured(done.stderr):
         return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
     message = clean(done.stderr) or f"ended with status {done.returncode}"
@@ -163,12 +163,12 @@ def slurm_version(run: Runner) -> tuple[int, ...]:
     return version
 
 
-QUICK_SECONDS = 3.0  # only faster failures are retried: a timeout is likely to repeat itself
+QUICK_SECONDS = 3.0  # only faster failures are retried: timeouts tend to recur
 SUBMIT_TIMEOUT_SECONDS = 300.0
-_MIN_INTERVAL_SECONDS = 1.0  # within it, a repeated query gets the cached answer
+_MIN_INTERVAL_SECONDS = 1.0  # more frequent queries get the cached answer
 _JITTER = 0.2
 _IDS_LENGTH_BYTES = 32_768  # far below ARG_MAX, and below the kernel's 128 KiB for one argument
-# Accounting has the controller's times: `find` begins earlier, for hosts whose clock runs ahead.
+# Accounting uses the controller's clock: start the search earlier, in case it runs behind ours.
 _CLOCK_SKEW_SECONDS = 600.0
 _EARLIEST = 1_000_000_000
 _STARTS_SECONDS = 600.0
@@ -216,7 +216,7 @@ class SlurmScheduler:
 
     Args:
         run: starts commands.
-        clock: for the rate limit and for waiting between tries.
+        clock: for rate limits and retries.
         proc_root: where to look for a live sbatch.
         rng: for jitter.
     """
@@ -243,7 +243,7 @@ class SlurmScheduler:
         self._cluster: str | None = None
 
     def cluster(self) -> str:
-        """Return the ClusterName of the controller, asked once.
+        """Return the controller's ClusterName; asks only once.
 
         Raises:
             SchedulerUnavailable: no usable answer.
@@ -256,10 +256,10 @@ class SlurmScheduler:
         return self._cluster
 
     def arguments(self, request: SubmitRequest) -> list[str]:
-        """Return the call of sbatch; no value of it goes through a shell.
+        """Return the sbatch command; no value in it passes through a shell.
 
         Raises:
-            SchedulerError: an array's output cannot be named: the path has a backslash.
+            SchedulerError: the path of an array's output contains a backslash, so it cannot be set.
         """
         output = escape_output(str(request.output))
         if request.array:
@@ -281,8 +281,8 @@ class SlurmScheduler:
             *([f"--exclude={','.join(request.exclude)}"] if request.exclude else []),
             *([f"--array={request.only}"] if request.only is not None else []),
             "--export=ALL",
-            # Slurm's default truncates the output of a requeued job, and with it the messages of
-            # the attempt that failed.
+            # By default, Slurm truncates the output of a requeued job, and with it the messages of
+            # the failed attempt.
             "--open-mode=append",
             str(request.directory / "job.sh"),
         ]
@@ -290,8 +290,8 @@ class SlurmScheduler:
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
-        sbatch runs once and is never killed. If its answer is uncertain, `recovery.recover` finds
-        out what it did.
+        sbatch runs once and is never killed. If its answer is uncertain, `messages.recover`
+        determines what happened.
 
         Raises:
             SchedulerError: refused, and no job exists; or sent to another cluster.
@@ -299,8 +299,8 @@ class SlurmScheduler:
             NotFoundError: the directory does not exist.
         """
         out, err = request.answer("sbatch.out"), request.answer("sbatch.err")
-        # The cached answer predates this job: a query right after the submission must not be told
-        # that there is no such job.
+        # The cached answer predates this job: a query right after the submission must not report
+        # the job as missing.
         self._last = None
         try:
             returncode = self._runner.run_detached(
@@ -315,8 +315,8 @@ class SlurmScheduler:
             raise
         except SchedulerUnavailable as error:
             raise SchedulerUnavailable(error.message, hint=_RESUME_HINT) from error
-        # The file comes before the exit status. sbatch may be killed after the controller has
-        # answered, and an id on disk proves that the job exists, whatever the status says.
+        # The output counts more than the exit status: sbatch may be killed after the controller has
+        # answered, and an id on disk proves that the job exists.
         stdout, stderr = read_text_or_nothing(out), read_text_or_nothing(err)
         job_id, cluster = parse_answer(stdout)
         if cluster and cluster != self.cluster():
@@ -329,9 +329,9 @@ class SlurmScheduler:
             raise SchedulerUnavailable(
                 f"sbatch was killed by signal {-returncode}: {message}", hint=_RESUME_HINT
             )
-        # Report a refusal only if sbatch itself says so. A lost answer, a wrapper's own message or
-        # a silent failure may hide a job that exists, and a caller that believes in a refusal would
-        # submit it again.
+        # Report a refusal only if sbatch itself printed one. A lost answer, a wrapper's message or
+        # a silent failure may hide a job that exists, and a caller that trusts a false refusal
+        # would submit it again.
         if returncode == 0 or transport_fault(stderr) or "sbatch: " not in stderr:
             raise SchedulerUnavailable(
                 f"sbatch gave no usable answer (status {returncode}): {message}", hint=_RESUME_HINT
@@ -343,16 +343,15 @@ class SlurmScheduler:
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job; unknown ids are left out.
 
-        squeue comes first; sacct, if available, answers for jobs that have left the queue. Once
-        the queue has shown that a job is over, it stays over, although accounting lags behind. A
-        job that has left the queue is UNKNOWN while accounting does not answer or still reports
-        it as alive.
+        squeue comes first; sacct, if available, covers jobs that have left the queue. Once the
+        queue
+        has shown that a job is over, it stays over, although accounting lags behind. A job that has
+        left the queue is UNKNOWN while accounting does not answer or still reports it as alive.
 
         Raises:
             SchedulerUnavailable: the controller gave no usable answer.
         """
-        # One malformed id makes squeue refuse the whole list, so it would hide the state of all the
-        # others.
+        # One malformed id makes squeue refuse the whole list, which would hide all other states.
         asked = [job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]
         if not asked:
             return {}
@@ -360,20 +359,20 @@ class SlurmScheduler:
         if last and now - last.at < _MIN_INTERVAL_SECONDS and last.job_ids.issuperset(asked):
             return {key: last.statuses[key] for key in asked if key in last.statuses}
         rows: list[QueueEntry] = []
-        # Ask for whole arrays, although only some tasks may be wanted: ten thousand task ids would
-        # need many calls, and squeue returns the array's rows for one id.
+        # Request whole arrays, even if only some tasks are wanted: ten thousand task ids would need
+        # many calls, and squeue returns an array's rows for one id.
         for chunk in _chunks(_whole(asked)):
             rows += self._squeue_jobs(chunk)
         statuses = match(rows, asked)
-        # Accounting lags behind the queue: right after the end it had 200 of 401 jobs. What the
-        # queue has shown as over is therefore remembered, and accounting is not asked about it.
+        # Accounting lags behind the queue: right after the end it had 200 of 401 jobs. So remember
+        # which jobs the queue has shown as over, and do not ask accounting about them.
         for job_id in asked:
             if job_id not in statuses and job_id in self._over:
                 statuses[job_id] = self._over[job_id]
         statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
         name_nodes(statuses, self._runner)
-        # Slurm shows NODE_FAIL or PREEMPTED for a moment before it puts the job back into the
-        # queue. Only the job's own Requeue flag tells that moment from the end.
+        # Slurm shows NODE_FAIL or PREEMPTED for a moment before it requeues the job. Only the job's
+        # Requeue flag distinguishes that moment from the end.
         for job_id, status in statuses.items():
             if status.state in BEFORE_REQUEUE:
                 statuses[job_id] = replace(status, may_requeue=self._requeues(job_id))
@@ -382,8 +381,8 @@ class SlurmScheduler:
         return {key: statuses[key] for key in asked if key in statuses}
 
     def starts(self, job_id: str) -> list[JobStatus]:
-        """Return how each start of a job ended, by accounting; none if it does not answer."""
-        now = self._clock.monotonic()  # who follows a job calls this often, also for nothing
+        """Return how each start of a job ended, from accounting; empty if it does not answer."""
+        now = self._clock.monotonic()  # called often while following a job, mostly in vain
         if valid_id(job_id) and now >= self._next_starts.get(job_id, 0.0):
             self._next_starts[job_id] = now + _STARTS_SECONDS
             with contextlib.suppress(SchedulerUnavailable):
@@ -400,29 +399,30 @@ class SlurmScheduler:
     ) -> list[str]:
         """Return the ids of this user's jobs whose working directory is `directory`, oldest first.
 
-        An empty list is a real answer: the controller, and accounting if there is any, were
-        reached and know no such job. The name is ignored: the directory identifies the job, even
-        if somebody edited the name in the script.
+        An empty list is a reliable answer: the controller, and accounting if there is any, answered
+        and have no such job. The name is ignored: the directory identifies the job, even if
+        somebody
+        edited the name in the script.
 
         Raises:
             SchedulerUnavailable: no usable answer, which is not the same as no job.
         """
-        # The directory is compared here rather than in Slurm: neither squeue nor sacct can
-        # filter by it. The job's comment is no substitute: sacct has it only where the site sets
+        # Compare directories here rather than in Slurm: neither squeue nor sacct can filter by
+        # them. The job's comment is no substitute: sacct has it only if the site sets
         # AccountingStoreFlags=job_comment.
         job_ids = _ids_in(self._squeue(["--me"]), directory)
         if not job_ids:
             # Accounting dates a job that was cancelled before its begin time in the future, and
-            # without an end there sacct does not show it. It takes no start in the 1970s.
+            # sacct shows it only with a later `--endtime`. It rejects a start in the 1970s.
             start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
             window = [f"--starttime=uts{start}", "--endtime=now+365days"]
             job_ids = _ids_in(self._sacct([f"--user={os.getuid()}", *window]), directory)
         return sorted(job_ids, key=int)
 
     def submitting(self, directory: Path) -> bool:
-        """Return whether an sbatch of this user still runs in that directory, on this machine."""
-        # /proc/PID/cwd has no symbolic links; the records' directory may have some, for example a
-        # home that is a link to a project file system.
+        """Return whether an sbatch of this user still runs in that directory on this machine."""
+        # /proc/PID/cwd has no symbolic links, but the path of the records may contain some, for
+        # example a home that links to a project file system.
         wanted = os.path.realpath(directory)
         try:
             pids = [entry for entry in os.listdir(self._proc_root) if entry.isdigit()]
@@ -431,17 +431,17 @@ class SlurmScheduler:
         return any(self._is_sbatch_in(os.path.join(self._proc_root, pid), wanted) for pid in pids)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs in one call; those already over, or unknown, are ignored.
+        """Cancel jobs in one call; finished or unknown ones are ignored.
 
         Raises:
-            SchedulerError: Slurm refused, for example because the job is another user's.
+            SchedulerError: Slurm refused, for example because the job belongs to another user.
             SchedulerUnavailable: no usable answer.
         """
         self._last = None
         for chunk in _chunks([job_id for job_id in dict.fromkeys(job_ids) if valid_id(job_id)]):
             done = self._run(["scancel", *chunk])
-            # scancel fails if any of its jobs is over already, yet cancels the others. A job that
-            # ended between the query and this call is no error.
+            # scancel fails if any of its jobs has already ended, but cancels the others. A job that
+            # ended between the query and this call is not an error.
             if done.returncode == 0 or no_such_job(done.stderr):
                 continue
             message = clean(done.stderr)
@@ -458,15 +458,15 @@ class SlurmScheduler:
             raise SchedulerError(f"Slurm did not cancel: {message}", hint=hint)
 
     def _requeues(self, job_id: str) -> bool:
-        """Return whether Slurm may requeue a job, true if unknown; asked once per job or array."""
+        """Return whether Slurm may requeue a job, True if unknown; asks once per job or array."""
         (whole,) = _whole([job_id])
         if whole not in self._may_requeue:
             try:
                 done = self._run(["scontrol", "--oneliner", "show", "job", whole])
             except SchedulerUnavailable:
                 return True
-            # A job that scontrol no longer knows counts as one that may be requeued: waiting too
-            # long for it is harmless, while declaring it over would end a run that goes on.
+            # A job that scontrol no longer lists counts as requeueable: waiting too long is
+            # harmless, but declaring it over would end a run that continues.
             self._may_requeue[whole] = " Requeue=0 " not in done.stdout
         return self._may_requeue[whole]
 
@@ -478,9 +478,9 @@ class SlurmScheduler:
         except SchedulerUnavailable as error:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
-        # Accounting lags: its row for an array's waiting tasks may still include one that was
-        # cancelled, and a task cancelled while it waits leaves no record of its own. The queue was
-        # asked first, so it is right.
+        # Accounting lags: its row for an array's pending tasks may still include a cancelled one,
+        # and a task cancelled while pending leaves no record of its own. The queue was asked first
+        # and takes precedence.
         asked = set(job_ids)
         rows = [
             row
@@ -495,14 +495,15 @@ class SlurmScheduler:
         return statuses
 
     def _squeue_jobs(self, job_ids: Sequence[str]) -> list[QueueEntry]:
-        # squeue reads "28+1" as 28. One unknown id on its own is an error, among others it is not;
-        # versions may differ, and the list of all own jobs answers in any case.
+        # squeue reads "28+1" as 28. A single unknown id is an error, one among others is not; other
+        # versions may differ, but the list of all own jobs always works.
         asked = ",".join(dict.fromkeys(job_id.partition("+")[0] for job_id in job_ids))
         try:
             if "," in asked:
                 return self._squeue([f"--jobs={asked}"])
-            # For one id squeue asks for the federation first, and so waits twice as long for a
-            # controller that does not answer; only a job that moved to a sibling needs that.
+            # For one id squeue asks the federation first, and so waits twice as long for a
+            # controller that does not answer; only a job that moved to a sibling cluster needs
+            # that.
             rows = self._squeue(["--local", f"--jobs={asked}"])
             if any("REVOKED" in row.status.raw_state for row in rows):
                 rows = self._squeue([f"--jobs={asked}"])
@@ -512,7 +513,7 @@ class SlurmScheduler:
 
     def _squeue(self, which: Sequence[str]) -> list[QueueEntry]:
         # --all and --states=all, so that a job in a hidden partition, or one that has just ended,
-        # does not look as if it had vanished.
+        # does not seem to have vanished.
         argv = ["squeue", *which, "--all", "--states=all", "--noheader"]
         done = self._read_command([*argv, f"--Format={SQUEUE_FORMAT}"])
         if done.returncode == 0:
@@ -522,7 +523,7 @@ class SlurmScheduler:
         raise slurm_error("squeue", done)
 
     def _sacct(self, which: Sequence[str]) -> list[QueueEntry]:
-        """Return the rows of accounting; none on a cluster without accounting."""
+        """Return accounting's rows; empty on a cluster without accounting."""
         if not self._accounting:
             return []
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", f"--delimiter={UNIT}"]
@@ -533,8 +534,8 @@ class SlurmScheduler:
             return []
         if done.returncode == 0:
             return parse_sacct(done.stdout)
-        # A cluster without accounting says so with an error status. That is an answer, unlike a
-        # slurmdbd that is down, and it holds for the life of this process.
+        # A cluster without accounting reports that with an error status. Unlike a slurmdbd that is
+        # down, this is an answer, and it holds for the life of this process.
         if _ACCOUNTING_OFF in done.stderr + done.stdout:
             self._accounting = False
             return []
@@ -543,8 +544,8 @@ class SlurmScheduler:
     def _read_command(self, argv: Sequence[str]) -> Completed:
         """Run a command that changes nothing, with up to two retries while Slurm is busy.
 
-        Only fast failures are retried: after one timeout the next is likely, and a user waits for
-        the answer.
+        Only fast failures are retried: after one timeout another is likely, and the user is
+        waiting.
         """
         delay = 1.0
         for tries_left in (2, 1, 0):
@@ -582,7 +583,7 @@ class SlurmScheduler:
 
 
 class _NoSuchJobError(SchedulerError):
-    """The controller answered that it knows none of the jobs."""
+    """The controller answered that none of the jobs exist."""
 
 
 def _ids_in(rows: Sequence[QueueEntry], directory: Path) -> set[str]:
@@ -593,7 +594,7 @@ def _ids_in(rows: Sequence[QueueEntry], directory: Path) -> set[str]:
 
 
 def _whole(job_ids: Sequence[str]) -> list[str]:
-    """Return the ids with arrays instead of their tasks: one id covers ten thousand."""
+    """Replace ids of array tasks by the array's id: one id covers ten thousand tasks."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
@@ -612,23 +613,23 @@ def _chunks(job_ids: Sequence[str]) -> Iterator[list[str]]:
 
 # Ask Slurm when it would start a job: `sbatch --test-only`, which submits nothing.
 #
-# It regards the queue, reservations, plugins and limits on submissions, but not `--hold`,
+# It considers the queue, reservations, plugins and limits on submissions, but not `--hold`,
 # `--dependency` and limits on running jobs.
 
 NOW = "can start now"
 _START = re.compile(r"^sbatch: Job \d+ to start at (\S+)", re.MULTILINE)
-# Said while nodes are down or drained: sbatch itself takes such a job, which then waits.
+# Printed while nodes are down or drained: sbatch itself accepts such a job, which then waits.
 _TAKEN = re.compile(r"not available|busy|unavailable", re.IGNORECASE)
-_NOW_SECONDS = 60.0  # by which the controller's clock may differ from this machine's
+_NOW_SECONDS = 60.0  # possible difference between the controller's clock and ours
 
 
 def start_of(script: str, run: Runner, env: Mapping[str, str]) -> tuple[str, str]:
     """Return when Slurm would start a script's job, in words, and sbatch's messages if it refuses.
 
-    Both are empty if Slurm does not say. Each call uses up one or two job ids.
+    Both are empty if Slurm does not report a start. Each call uses up one or two job ids.
 
     Raises:
-        SchedulerUnavailable: a command does not exist or gave no answer in time.
+        SchedulerUnavailable: a command does not exist or timed out.
     """
     with tempfile.NamedTemporaryFile("w", prefix="hpml-check-", suffix=".sh") as file:
         file.write(script)

@@ -1,7 +1,7 @@
 """Ask a live Slurm cluster for its limits, partitions, nodes and accounts.
 
-`scontrol` prints text, which every version has and which has hardly changed; it has JSON only from
-24.11 on. The calls run in parallel, since each waits 10-20 s for a controller that does not answer.
+`scontrol` prints text, which every version supports and which has hardly changed; JSON needs 24.11
+or later. The calls run in parallel, since each waits 10-20 s for a controller that does not answer.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def read_cluster(
     Args:
         run: starts commands.
         env: environment of the commands; default: that of this process.
-        user: whose associations to read; default: the current user.
-        groups: that user's groups; looked up if omitted.
+        user: user whose associations to read; default: the current user.
+        groups: that user's groups; looked up by default.
 
     Returns:
         What the user may see; `hidden` names what the site hides. `associations` and `qos` are
-        None where accounting is off, refuses or does not answer.
+        None if accounting is off, refuses or does not answer.
 
     Raises:
         SchedulerUnavailable: the controller gave no usable answer.
@@ -68,10 +68,10 @@ def read_cluster(
     runner = run or SubprocessRunner()
     if user is None:
         user = user_name(os.getuid())
-        user = os.environ.get("USER", user) if user.isdecimal() else user  # of a container
+        user = os.environ.get("USER", user) if user.isdecimal() else user  # container
 
     def show(kind: str) -> str:
-        # --all: a partition that is hidden from the user, or closed to them, must be reported too.
+        # --all: also report partitions that are hidden from the user or closed to them.
         done = ask(runner, ["scontrol", "--all", "show", kind], env=env)
         if done.returncode == 0:
             return done.stdout
@@ -107,14 +107,13 @@ def read_cluster(
 def with_group_limits(
     cluster: Cluster, run: Runner | None = None, *, env: Mapping[str, str] | None = None
 ) -> Cluster:
-    """Return the cluster with `group_tres` of its associations as they bind a job.
+    """Return the cluster with the `group_tres` that apply to a job in its associations.
 
     For a user's association sacctmgr prints inherited limits per job, but only the association's
-    own limits for a group, although those of the accounts above hold as well. Where accounting
+    own limits for a group, although those of the parent accounts apply as well. If accounting
     does not answer, or limits are not enforced, the cluster is returned unchanged.
     """
-    # A limit that the site does not enforce keeps no job out; a check that reported it would be
-    # wrong.
+    # A limit that the site does not enforce blocks no job; reporting it would be wrong.
     if not cluster.associations or not {"limits", "safe"} & cluster.limits.accounting_enforce:
         return cluster
     which = ["associations", "where", f"cluster={cluster.limits.cluster}", "user="]
@@ -126,10 +125,10 @@ def with_group_limits(
     }
 
     def smallest(account: str, own: Mapping[str, int]) -> dict[str, int]:
-        """Return the smallest value of each limit on the way from an association to the root."""
+        """Return the smallest value of each limit on the path from an association to the root."""
         limits = dict(own)
         left = dict(parents)
-        # `pop` also ends the walk if accounting reports a cycle.
+        # `pop` also ends the loop if accounting reports a cycle.
         while account in left:
             account, tres = left.pop(account)
             limits |= {name: min(most, limits.get(name, most)) for name, most in tres.items()}

@@ -1,4 +1,4 @@
-"""What Slurm's error messages mean, and how an interrupted submission is recovered."""
+"""What Slurm's messages mean, and how to recover an interrupted submission."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _TRANSPORT = re.compile(
 )
 
 _FAILED = re.compile(r"^sbatch: error: Batch job submission failed: (.+)$")
-# Said before anything is sent: of the options, of the script, of the configuration.
+# Printed before anything is sent: errors in options, script or configuration.
 _BEFORE = re.compile(
     r"^sbatch: (?:fatal: |unrecognized option|option .* (?:requires an argument|is ambiguous)"
     r"|error: (?:Unable to open file|Batch script |This does not look like|Invalid --|"
     r"Invalid \S+ specification))",
 )
 
-# A login shell without Slurm's module reads this way in every command. It deserves its own message,
+# In a login shell without Slurm's module every command fails like this. It gets its own message,
 # because the usual hint, to try again, would never help.
 _NO_CONFIGURATION = re.compile(
     r"^\w+: fatal: Could not establish a configuration source$", re.MULTILINE
@@ -61,7 +61,7 @@ _RELEASE = "`scontrol release {job}` lets it start"
 _SHOW = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show limits"
 _DOWN = "`sinfo --list-reasons` names nodes that are out of service"
 
-# The same words stand in squeue for a job that waits and before sbatch's message of a refusal.
+# squeue shows these words for a waiting job, and sbatch prints them before its refusal.
 _LIMITS = (
     (r"(?:Assoc|QOS)\w*Submit\w*|MaxSubmitJobs\w*",
      f"wait for queued jobs to end, or submit fewer (array tasks count); {_SHOW}"),
@@ -94,7 +94,7 @@ _REASONS = (
 )  # fmt: skip
 
 _HINTS: tuple[tuple[str, str], ...] = (
-    # One text for all policies, "job submit limit, user's size and/or time limits": the word
+    # The text "job submit limit, user's size and/or time limits" covers all policies: the word
     # before it names the limit.
     *_LIMITS,
     (
@@ -172,7 +172,7 @@ def hint_for(text: str) -> str:
 
 
 def explain(reason: str, job_id: str) -> str:
-    """Return why a job waits, after Slurm's own words; these alone if they are not known.
+    """Return Slurm's reason why a job waits, followed by an explanation if there is one.
 
     >>> explain("JobHeldUser", "12")
     'JobHeldUser: you hold it; `scontrol release 12` lets it start'
@@ -184,7 +184,7 @@ def explain(reason: str, job_id: str) -> str:
 
 
 def on_other_cluster(job_id: str, cluster: str, here: str) -> tuple[str, str]:
-    """Return the message and the hint for a job that sbatch has sent to another cluster."""
+    """Return message and hint for a job that sbatch has sent to another cluster."""
     message = f"sbatch sent it to cluster {cluster}, as job {job_id}; this is {here}"
     return message, (
         f"`scancel --clusters={cluster} {job_id}` cancels that job; "
@@ -200,7 +200,8 @@ def transport_fault(text: str) -> bool:
 def not_configured(text: str) -> bool:
     """Return whether the command found no configuration and so cannot have contacted a controller.
 
-    A client that fetches slurm.conf from a slurmd does not count: there the connection failed.
+    A client that fetches slurm.conf from a slurmd does not count: in that case the connection
+    failed.
     """
     return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
 
@@ -219,9 +220,9 @@ def no_such_job(text: str) -> bool:
 
 
 def final_refusal(text: str) -> str | None:
-    """Return why sbatch refused, if its messages alone say for certain that no job exists.
+    """Return why sbatch refused, if its messages alone prove that no job exists.
 
-    Only complete lines count, not a torn last one. A message that may concern a request under way,
+    Only complete lines count, not a torn last one. A message that may concern a request in flight,
     or that may follow a lost answer, proves nothing.
     """
     if transport_fault(text):
@@ -234,22 +235,22 @@ def final_refusal(text: str) -> str | None:
     return None
 
 
-# Find the job of a submission whose job id was not recorded, because hpml was killed.
+# Recovery: find the job of a submission whose job id was not recorded, because hpml was killed.
 #
 # `recover` submits nothing. Only `Absent` permits another sbatch. The caller guarantees that:
 #
-# - the submission's directory is complete, and the marker `sbatch.started` durable in it, before
-#   sbatch is started;
-# - sbatch runs in that directory and writes its answer to `sbatch.out` and `sbatch.err` there;
-# - a job first writes its own id below its run's directory, and ends at once if another job has
-#   done so before. That is the last guard.
+# - the submission's directory is complete, and the marker `sbatch.started` is durable in it, before
+#   sbatch starts;
+# - sbatch runs in that directory and writes its output to `sbatch.out` and `sbatch.err` there;
+# - a job first writes its own id to its run's directory, and ends at once if another job has done
+#   so before. That is the last safeguard.
 
 GRACE_SECONDS = 120.0
-"""How long an invisible sbatch may still be running, on this machine or another."""
+"""How long an sbatch that we cannot see may still be running, here or on another machine."""
 
 _POLL_SECONDS = 5.0
 UNAVAILABLE_SECONDS = 30.0
-"""Pause before the next query of a scheduler that does not answer."""
+"""Pause before the next query if the scheduler does not answer."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class Found:
 
     Attributes:
         job_id: its id.
-        how: by which source: sbatch's answer, the job's own record, or the queue.
+        how: the source: sbatch's answer, the job's own record, or the queue.
     """
 
     job_id: str
@@ -282,11 +283,11 @@ class Absent:
 
 @dataclass(frozen=True)
 class Undecided:
-    """It is not known yet.
+    """Not known yet.
 
     Attributes:
         reason: why.
-        retry_after: seconds after which asking again makes sense.
+        retry_after: seconds after which to ask again.
     """
 
     reason: str
@@ -309,24 +310,24 @@ def recover(
     answers: Path | None = None,
     known: Collection[str] = (),
 ) -> Outcome:
-    """Decide whether a submission has a job.
+    """Determine whether a submission has a job.
 
     Args:
-        scheduler: the one it was submitted to.
+        scheduler: the scheduler that it was submitted to.
         directory: the submission's directory.
         name: the job's name.
         prepared_at: when the directory was written, seconds since the epoch; no job is older.
         sbatch_started_at: time of the marker `sbatch.started`; None without a marker.
         attempt_job_ids: ids that jobs of this submission have recorded themselves.
         now: seconds since the epoch.
-        grace_seconds: how long after its start an sbatch may still be under way unseen; never
-            shorter than `GRACE_SECONDS` if sbatch itself reported that its answer was lost.
-        answers: directory of sbatch's answer; default: that of the submission.
+        grace_seconds: how long after its start an unseen sbatch may still be running; at least
+            `GRACE_SECONDS` if sbatch itself reported that its answer was lost.
+        answers: directory of sbatch's output; default: that of the submission.
         known: ids of earlier jobs of the submission, to ignore.
     """
     answers = answers or directory
-    # The order matters. Evidence on disk comes first, since it is final and
-    # needs no scheduler: sbatch's own answer, then the id that a job wrote when it started.
+    # The order matters. Evidence on disk comes first, since it is final and needs no scheduler:
+    # sbatch's own answer, then the id that a job wrote when it started.
     answered = _answered(answers, scheduler)
     if answered and not (isinstance(answered, Found) and answered.job_id in known):
         return answered
@@ -334,8 +335,7 @@ def recover(
     if recorded:
         return Found(recorded, "job")
     # A live sbatch may still create the job, so neither queue nor accounting can rule it out yet.
-    # This check must come before the query: an sbatch that ends in between has its job in the queue
-    # by then.
+    # Check this before the query: if sbatch ends in between, its job is in the queue by then.
     if scheduler.submitting(directory):
         return Undecided("sbatch still works on it", _POLL_SECONDS)
     try:
@@ -349,15 +349,14 @@ def recover(
             if refused:
                 return Absent("sbatch refused it", refused, hint_for(refused))
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
-    # Several jobs can exist after a double start. The oldest is the one that counts: each job
-    # records its id first, and the others end as soon as they see it.
+    # A double start can create several jobs. The oldest counts: each job records its id first,
+    # and the others end as soon as they see it.
     if job_ids:
         return Found(job_ids[0], "queue")
-    # The marker is durable before sbatch starts, so without it no request has ever left this
-    # machine.
+    # The marker is durable before sbatch starts, so without it no request was ever sent.
     if sbatch_started_at is None:
         return Absent("sbatch was never started")
-    # A clock that was set back makes the wait longer, never shorter.
+    # If the clock was set back, this waits longer, never shorter.
     outcome = _jobless(answers, scheduler, grace_seconds, max(now - sbatch_started_at, 0.0))
     if isinstance(outcome, Found) and outcome.job_id in known:
         return Absent("the answer of sbatch is that of an earlier job")
@@ -372,7 +371,7 @@ def _jobless(
     if refused:
         return Absent("sbatch refused it", refused, hint_for(refused))
     if transport_fault(stderr):
-        # The request may wait in a controller that hangs, although sbatch has ended.
+        # The request may be pending in a hanging controller, although sbatch has ended.
         grace_seconds = max(grace_seconds, GRACE_SECONDS)
     left = grace_seconds - elapsed_seconds
     if left > 0:

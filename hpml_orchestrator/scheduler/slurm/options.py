@@ -1,4 +1,4 @@
-"""Read the options of sbatch and srun as they do: the `#SBATCH` header, and their getopt tables.
+"""Read options as sbatch and srun do: the `#SBATCH` header, and their getopt tables.
 
     header    = line*            up to the first line that is neither blank nor a comment
     directive = "#SBATCH" word*  at the very start of a line
@@ -6,8 +6,9 @@
                 character (not a blank), an unquoted # ends the line
 
 The rules are those of `_get_argument` and `_opt_batch_script` in Slurm's src/sbatch/opt.c. The
-tables were read off sbatch and srun of Slurm 22.05, 24.11 and 26.05: their answers to `--=x`, which
-fits every option, and to each option with and without a value.
+tables come from sbatch and srun of Slurm 22.05, 24.11 and 26.05: from their answers to `--=x`,
+which
+matches every option, and to each option with and without a value.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
 _MAGIC = "#SBATCH"
 _BLANKS = " \t\r\f\v"
 _ESCAPED = re.compile(r"\\(.)")
-_PIECE = re.compile(  # of a word: quoted text, a backslash and what it keeps, or plain letters
+_PIECE = re.compile(  # part of a word: quoted, escaped, or plain text
     rf"""(?P<quote>['"])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\])*)(?P=quote)"""
     rf"""|\\(?P<kept>[^{_BLANKS}]?)|(?P<plain>[^{_BLANKS}\\'"#]+)"""
 )
 
 
 class HeaderError(ValueError):
-    """Sbatch would refuse the header.
+    """sbatch would refuse the header.
 
     Attributes:
-        line: number of the line in the script, from 1.
-        hint: what would be right.
+        line: line number in the script, from 1.
+        hint: what would be valid.
     """
 
     def __init__(self, line: int, message: str, hint: str) -> None:
@@ -56,7 +57,7 @@ class Option:
 
     Attributes:
         name: its long name if known, else its spelling without dashes.
-        value: its value; empty without one.
+        value: its value; may be empty.
         shown: as written, for messages.
         line: its line in the script.
         known: whether the program has this option; if not, its value is a guess.
@@ -76,10 +77,10 @@ class OptionTable:
     Attributes:
         short: letter -> long name.
         values: long names that take a value.
-        optional: long names that take one only behind `=`.
+        optional: long names that take a value only after `=`.
         flags: long names without a value.
         aliases: other spelling -> long name.
-        short_flags: letters that take no value here, whatever the long name does.
+        short_flags: letters that take no value here, even if the long name does.
     """
 
     short: Mapping[str, str]
@@ -107,7 +108,7 @@ def header_words(script: str) -> Iterator[OptionWord]:
     """Yield the words of all directives, in order; sbatch reads them as one command line.
 
     Raises:
-        HeaderError: a quote is not closed, or the magic word is followed by a colon.
+        HeaderError: a quote is not closed, or `#SBATCH` is followed by a colon.
     """
     for number, line in enumerate(script.split("\n"), start=1):
         if line.startswith(_MAGIC):
@@ -125,15 +126,15 @@ def read_options(
 
     Args:
         words: the command line without the program.
-        table: what the program knows.
-        stop: whether to end at the first word that is not an option, where srun's command begins;
-            otherwise such words are collected.
+        table: options of the program.
+        stop: stop at the first word that is not an option, where srun's command begins; otherwise
+            collect such words.
 
     Raises:
         HeaderError: a value is missing.
     """
     rest = list(words)
-    rest.reverse()  # pop() from the end is cheap, also on a long command line
+    rest.reverse()  # pop() from the end is cheap even on a long command line
     options: list[Option] = []
     others: list[OptionWord] = []
     while rest:
@@ -157,7 +158,7 @@ def _long(word: OptionWord, rest: list[OptionWord], table: OptionTable) -> Optio
     name = table.resolve(spelling)
     shown = word.text
     # An unknown option may come from a site's plug-in. Whether it takes the next word is a guess;
-    # `known` is false, so that callers do not rely on it.
+    # `known` is False, so that callers do not rely on it.
     if not equals and (name is None or name in table.values):
         value, shown = _take(rest, word.text, word.line, known=name is not None)
     return Option(name or spelling, value, shown, word.line, name is not None)
@@ -258,7 +259,8 @@ SBATCH = OptionTable(
         "parsable wait".split()
     ),
     aliases=_ALIASES,
-    # immediate is of older releases; k has an optional value, which only a long option can have
+    # immediate belongs to older releases; k has an optional value, which only its long form can
+    # have
     short_flags=frozenset("HIOQhksvVW"),
 )
 
@@ -275,7 +277,7 @@ SRUN = OptionTable(
         f"{_COMMON_VALUES} accel-bind bcast-exclude cpu-bind epilog het-group ignore-signals "
         "jobid mpi msg-timeout prolog relative slurmd-debug task-epilog task-prolog threads "
         "treewidth wait "
-        # of the container plug-in pyxis
+        # from the container plug-in pyxis
         "container-image container-mounts container-workdir container-name container-save "
         "container-env".split()
     ),

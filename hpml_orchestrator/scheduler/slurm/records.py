@@ -1,4 +1,4 @@
-"""Slurm's records of jobs, nodes and partitions: how its commands' output is parsed."""
+"""Parse the output of Slurm's commands: jobs, nodes, partitions, limits and accounts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hpml_orchestrator.scheduler.model import JobStatus, expand, parse_state, re
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# What squeue, sacct and sbatch print, as job statuses; pure functions.
+# What squeue, sacct and sbatch print, as job statuses.
 #
-# One row of squeue and of sacct has the same twelve columns, in this order:
+# Rows of squeue and of sacct have the same twelve columns, in this order:
 #
 #     raw id, id, state, exit, restarts, submitted, started, ended, nodes, reason, name, directory
 #
-# separated by the control character US (0x1f), so that a `|` in a job's name does no harm; squeue's
-# rows end with RS (0x1e) and a newline, so that a newline in a name does none either. The directory
-# is last and holds whatever is left. sacct has no count of restarts that works with 22.05, so its
-# column is filled with a field that is always a number, and ignored.
+# They are separated by the control character US (0x1f), so that a `|` in a job's name does no harm;
+# squeue's rows end with RS (0x1e) and a newline, so that neither does a newline. The directory is
+# the last column and holds the remainder. sacct has no count of restarts that works with 22.05, so
+# its column holds another numeric field, which is ignored.
 #
-# `id` is the array or heterogeneous form: `25_3`, `25_[4-9%2]` for tasks that still wait, `28+1`.
-# Times are epoch seconds (`SLURM_TIME_FORMAT=%s`) or, where a site's wrapper drops that variable,
-# ISO 8601 in local time. Exit codes are `3:0` (code:signal) from sacct, and the plain wait status
-# (768 for code 3) from squeue.
+# `id` is the array or heterogeneous form: `25_3`, `25_[4-9%2]` for pending tasks, `28+1`. Times are
+# epoch seconds (`SLURM_TIME_FORMAT=%s`) or, if a site's wrapper drops that variable, ISO 8601 in
+# local time. Exit codes are `3:0` (code:signal) from sacct, and the plain wait status (768 for
+# code 3) from squeue.
 
 TASK = "%a"
 """Placeholder of a task's index in `--output`."""
@@ -45,18 +45,18 @@ TASK = "%a"
 UNIT = "\x1f"
 RECORD = "\x1e"
 
-# Size 0 is "as long as it is" (the default cuts at 20 bytes); what follows the size is a suffix.
+# Size 0 means unlimited (the default cuts at 20 bytes); what follows the size is a suffix.
 _SQUEUE_FIELDS = (
     "JobID JobArrayID State exit_code RestartCnt SubmitTime StartTime EndTime NodeList Reason "
     "Name WorkDir"
 ).split()
 SQUEUE_FORMAT = f":0{UNIT},".join(_SQUEUE_FIELDS) + f":0{RECORD}"
-"""For `squeue --Format`."""
+"""Value for `squeue --Format`."""
 
 SACCT_FIELDS = (
     "JobIDRaw,JobID,State,ExitCode,AllocCPUS,Submit,Start,End,NodeList,Reason,JobName,WorkDir"
 )
-"""For `sacct --format`; AllocCPUS only fills the column of restarts."""
+"""Value for `sacct --format`; AllocCPUS only fills the column of restarts."""
 
 _PARSE_NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
 _SIGNAL_MASK = 0x7F
@@ -66,10 +66,10 @@ _YEAR_SECONDS = 365 * 86400.0
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """One row: a job, one task of an array, or all tasks of it that still wait.
+    """One row: a job, one task of an array, or all of its pending tasks.
 
     Attributes:
-        raw_id: the controller's own number of it.
+        raw_id: the controller's own number.
         shown_id: `25`, `25_3`, `25_[4-9%2]` or `28+1`.
         status: everything else, under the shown id.
     """
@@ -82,10 +82,9 @@ class QueueEntry:
 def escape_output(path: str) -> str:
     r"""Return a path escaped so that sbatch's `--output` writes to exactly that file.
 
-    A backslash anywhere switches every `%` pattern off and is itself removed (observed with
-    22.05; `remove_path_slashes` in Slurm's source, also of the newest): then only backslashes are
-    to be doubled. Without one, `%` must be doubled.
-
+    A backslash anywhere disables all `%` patterns and is itself removed (observed with 22.05;
+    `remove_path_slashes` in Slurm's source, also in the newest version): then only backslashes
+    must be doubled. Without one, `%` must be doubled.
     >>> escape_output("/data/100%/out.log")
     '/data/100%%/out.log'
     >>> print(escape_output("/data/a\\b/100%j.log"))
@@ -97,11 +96,10 @@ def escape_output(path: str) -> str:
 
 
 def escape_task_output(path: str) -> str:
-    """Return, for a path with `%a` in it, an `--output` that gives each task of an array its own.
+    """Return an `--output` that gives each task of an array its own file, for a path with `%a`.
 
     Raises:
-        ValueError: it has a backslash, which switches `%a` off.
-
+        ValueError: it has a backslash, which disables `%a`.
     >>> escape_task_output("/100%/run.%a/out.log")
     '/100%%/run.%a/out.log'
     """
@@ -112,7 +110,7 @@ def escape_task_output(path: str) -> str:
 
 
 def parse_time(text: str) -> float | None:
-    """Return seconds since the epoch; None for any of Slurm's words for no time.
+    """Return seconds since the epoch; None for Slurm's words for no time.
 
     >>> parse_time("1795217201")
     1795217201.0
@@ -131,7 +129,7 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_exit(text: str) -> tuple[int, int] | None:
-    """Return (exit code, signal) of `3:0` or of a plain wait status; None if neither.
+    """Return (exit code, signal) for `3:0` or a plain wait status; None for other text.
 
     >>> parse_exit("0:15"), parse_exit("768"), parse_exit("9"), parse_exit("")
     ((0, 15), (3, 0), (0, 9), None)
@@ -149,7 +147,7 @@ def parse_exit(text: str) -> tuple[int, int] | None:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the version in a text such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () without one.
+    """Return the version in a text such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () if none.
 
     >>> parse_version("slurm 24.11.5-1.el9")
     (24, 11, 5)
@@ -166,7 +164,7 @@ def parse_squeue(text: str) -> list[QueueEntry]:
 
 def parse_sacct(text: str) -> list[QueueEntry]:
     """Return the rows of `sacct --format=SACCT_FIELDS`, without other lines."""
-    # A job's name may contain newlines; only an id and a separator begin a row.
+    # A job's name may contain newlines; only an id and a separator start a row.
     records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
     rows = (_row(record, restarts=False) for record in records)
     return [row for row in rows if row]
@@ -182,11 +180,11 @@ def match(rows: Iterable[QueueEntry], job_ids: Sequence[str]) -> dict[str, JobSt
     for row in rows:
         base, _, task = row.shown_id.partition("_")
         # A task of an array has two ids: its own number once it runs, and ARRAY_INDEX. Users and
-        # our records use the second, a job's own script sees the first; a row answers to both.
+        # our records use the second, a job's script sees the first; match both.
         for key in {row.shown_id, _base(row.shown_id), row.raw_id}:
             by_id.setdefault(key, []).append(row)
-        # One row may stand for many tasks that wait. It is matched last, because a task that has
-        # begun has its own row, which knows more.
+        # One row may stand for many pending tasks. Match it last, because a task that has started
+        # has its own row with more details.
         if not task or task.startswith("["):
             several.setdefault(base, []).append(row)
     statuses = {}
@@ -210,12 +208,12 @@ def _row(text: str, *, restarts: bool) -> QueueEntry | None:
     shown_id, raw_state, count = fields[1].strip(), fields[2].strip(), fields[4].strip()
     state, nodes = parse_state(raw_state), _text(fields[8])
     code, signal = parse_exit(fields[3]) or (None, 0)
-    # Before a job is over, Slurm prints predictions as its exit code, start and end; the end of a
-    # running job is that of its time limit. A job that was cancelled while it waited has a start
-    # time but no nodes.
+    # Before a job is over, Slurm prints predicted values as its exit code, start and end; the end
+    # of a running job is its time limit. A job that was cancelled while pending has a start time
+    # but no nodes.
     started = parse_time(fields[6]) if nodes and not state.waiting else None
     limit_at = parse_time(fields[7])
-    if started and not limit_at:  # squeue prints NONE without a limit; the controller takes a year
+    if started and not limit_at:  # squeue prints NONE without a limit; the controller uses a year
         limit_at = started + _YEAR_SECONDS
     # A held job that was requeued still shows its begin time as its start.
     planned = state.waiting and not nodes and not re.search(r"h[eo]ld", fields[9], re.IGNORECASE)
@@ -252,17 +250,17 @@ ASSOCIATION_FIELDS = (
     "defaultaccount,cluster,account,partition,qos,defaultqos,maxwall,maxjobs,"
     "maxtres,maxtresmins,maxtrespernode,grptres,grpjobs"
 )
-"""For `sacctmgr show user … withassoc format=…`, which alone also shows the default account."""
+"""Value for `sacctmgr show user … withassoc format=…`, which alone shows the default account."""
 
 QOS_FIELDS = (
     "name,flags,maxwall,mintres,maxtres,maxtresmins,maxtrespernode,maxtresperuser,"
     "maxjobsperuser,maxjobsperaccount,grptres,grpjobs"
 )
-"""For `sacctmgr show qos format=…`."""
+"""Value for `sacctmgr show qos format=…`."""
 
 _START = re.compile(r"(?:License|Node|Partition|Reservation)Name=", re.ASCII)
 _KEY = re.compile(r"(?:(?<=\s)|^)([A-Za-z][A-Za-z0-9_/:.\-\[\]]*)=", re.ASCII)
-_FREE_TEXT = frozenset({"OS", "Reason", "Comment", "Extra"})  # each begins its line
+_FREE_TEXT = frozenset({"OS", "Reason", "Comment", "Extra"})  # each starts its own line
 _NOTHING = frozenset(
     "(null) null none n/a n/s unknown unlimited infinite infinity invalid not_set partition_limit "
     "-1 notset".split()
@@ -289,7 +287,7 @@ class Fields(dict[str, str]):
 
 
 def parse_records(text: str) -> list[Fields]:
-    """Return the records of commands such as `scontrol show node`, without other lines."""
+    """Return the records printed by commands such as `scontrol show node`; ignore other lines."""
     records: list[Fields] = []
     last = ""
     for line in text.splitlines():
@@ -297,10 +295,10 @@ def parse_records(text: str) -> list[Fields]:
             records.append(Fields())
         elif not records or not line.strip():
             continue
-        # A reason or a comment may contain newlines, and its lines then look like anything, even
-        # like the beginning of a field.
+        # A reason or a comment may contain newlines, and its lines may look like anything, even
+        # like the start of a field.
         elif not line[0].isspace() or not _KEY.match(line.lstrip()):
-            if last:  # the free text above continues
+            if last:  # continues the free text above
                 records[-1][last] += f"\n{line.strip()}"
             continue
         for name, value in _pairs(line.strip()):
@@ -422,7 +420,7 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             account=row["account"],
             partition=row["partition"],
             default=row["account"] == row["defaultaccount"],
-            # With a sign, the name was added to or removed from the account's list.
+            # A sign means that the name was added to or removed from the account's list.
             qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
@@ -468,7 +466,7 @@ def parse_rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
 
 
 def parse_memory(text: str) -> int | None:
-    """Return MiB of a size; None if unlimited or not a size.
+    """Return a size in MiB; None if unlimited or not a size.
 
     >>> parse_memory("62.50G"), parse_memory("1000Mc"), parse_memory("16000")
     (64000, 1000, 16000)
@@ -478,7 +476,7 @@ def parse_memory(text: str) -> int | None:
 
 
 def parse_tres(text: str) -> dict[str, int]:
-    """Return the least count of each kind that has a limit, memory in MiB.
+    """Return the smallest count of each kind that has a limit, memory in MiB.
 
     >>> parse_tres("cpu=16,mem=62.50G,gres/gpu:a100=4")
     {'cpu': 16, 'mem': 64000, 'gres/gpu:a100': 4}
@@ -502,7 +500,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 
 def node_states(text: str) -> frozenset[str]:
-    """Return the base state and flags of a node in upper case, with its marks as flags.
+    """Return a node's base state and flags in upper case, including those shown as suffixes.
 
     >>> sorted(node_states("DOWN*+CLOUD")), sorted(node_states("idle~"))
     (['CLOUD', 'DOWN', 'NOT_RESPONDING'], ['IDLE', 'POWERED_DOWN'])
@@ -547,5 +545,5 @@ def _seconds(text: str) -> int | None:
 
 
 def _limit(text: str) -> int | None:
-    """Memory; 0 means unlimited in some forms."""
+    """Parse memory; some forms print 0 for unlimited."""
     return parse_memory(text) or None
