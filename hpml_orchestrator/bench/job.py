@@ -32,7 +32,7 @@ SECONDS = 110.0
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MODULES = (
-    *("__init__", "errors", "bench/__init__", "bench/figures", "bench/host", "bench/compute"),
+    *("__init__", "errors", "version", "bench/__init__"),
     *("diagnosis/__init__", "diagnosis/model", "diagnosis/models"),
     *("topology/__init__", "topology/cpulist"),
 )
