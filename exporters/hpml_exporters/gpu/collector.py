@@ -29,6 +29,8 @@ BUDGET_SECONDS = 0.01
 """What one reading of all GPUs may cost, as a mean of ten, before readings become rarer."""
 _WINDOW = 10
 _RAREST = 16
+_RAREST_SECONDS = 60.0
+"""Between two readings; well below the longest gap over which rates are integrated."""
 _SPECS = {spec.name: spec for spec in gpu.SPECS}
 
 Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
@@ -55,8 +57,9 @@ _COUNTS: weakref.WeakKeyDictionary[JobsBoard, _CountsSinceStart] = weakref.WeakK
 class _Pace:
     """Ticks between two readings; doubled when ten readings have exceeded their budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float) -> None:
         self._every = 1
+        self._rarest = max(1, min(_RAREST, int(_RAREST_SECONDS / interval)))
         self._ticks = self._readings = 0
         self._spent = 0.0
 
@@ -71,7 +74,7 @@ class _Pace:
             return
         allowed = BUDGET_SECONDS * self._readings * self._every
         if self._spent > allowed:
-            self._every = min(2 * self._every, _RAREST)
+            self._every = min(2 * self._every, self._rarest)
         # Speeding up doubles the cost per tick. From a quarter of the budget that ends at half of
         # it; from half it would end at the limit, and the pace would swing back and forth.
         elif self._spent < allowed / 4:
@@ -114,7 +117,7 @@ class GpuCollector:
         self._retry = retry
         self._wait = retry[0]
         self._session: Session | None = None
-        self._pace = _Pace()
+        self._pace = _Pace(self.interval)
         self._known: dict[str, GpuDevice] = {}
         self._down: dict[str, GpuDevice] = {}
         self._used: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -312,6 +313,33 @@ class _Total:
 
 
 @dataclass
+class _Turn:
+    """A question and when to ask it.
+
+    Attributes:
+        question: the call.
+        targets: the series of each answer, and what adds it to a total.
+        period: seconds between two times; 0: at each reading.
+        lead: seconds by which the second reading comes early.
+        due: when to ask next, monotonic seconds.
+    """
+
+    question: Question
+    targets: Sequence[_Target]
+    period: float
+    lead: float
+    due: float = -math.inf
+
+    def begin(self, now: float, slack: float) -> bool:
+        """Return whether to ask now, or within the slack; then note the next time."""
+        if now < self.due - slack:
+            return False
+        last = now - self.lead if self.due == -math.inf else self.due
+        self.due = max(last + self.period, now)
+        return True
+
+
+@dataclass
 class History:
     """What is known of one UUID; it outlives handles, readers and the driver.
 
@@ -356,8 +384,7 @@ class Reader:
         device: which.
         history: its values and totals.
         up: whether anything answered at the last reading.
-        plan: the questions, each with the readings between two times that it is asked, and which
-            of them.
+        plan: the questions with their periods.
     """
 
     def __init__(self, nvml: Nvml, device: GpuDevice, history: History) -> None:
@@ -369,7 +396,6 @@ class Reader:
         """
         self.device, self.history = device, history
         self.up = True
-        self._tick = 0
         self._gpm: Gpm | None = Gpm(nvml, device)
         if not self._gpm.open():
             self._gpm = None
@@ -388,15 +414,15 @@ class Reader:
         # Rows with long periods are due at different readings on each GPU, so that no single
         # reading has to ask all of them.
         phase = zlib.crc32(device.uuid.encode())
-        self.plan: list[tuple[int, int, Question]] = []
-        self._targets: list[Sequence[_Target]] = []
+        self.plan: list[_Turn] = []
         for period in sorted({row.figure.period for row in wanted}):
-            # What is wanted every second is wanted at each reading.
-            every = max(1, round(period / history.interval)) if period > 1 else 1
+            # What is wanted every second, or more often than readings come, is asked at each.
+            seconds = period if period > max(1, history.interval) else 0
             same = [row for row in wanted if row.figure.period == period]
             for index, question in enumerate(questions(nvml, device, same, self._gpm)):
-                self.plan.append((every, (index + phase) % every, question))
-                self._targets.append([(row.key, history.adder(row)) for row in question.rows])
+                targets = [(row.key, history.adder(row)) for row in question.rows]
+                lead = (index + phase) % seconds if seconds else 0
+                self.plan.append(_Turn(question, targets, seconds, lead))
 
     def read(self, now: float) -> None:
         """Ask what is due.
@@ -409,22 +435,21 @@ class Reader:
             DriverLostError: nothing does.
         """
         asked = answered = False
-        values, tick = self.history.values, self._tick
-        for (every, offset, question), targets in zip(self.plan, self._targets, strict=True):
+        values, slack = self.history.values, self.history.interval / 2
+        for turn in self.plan:
             # The first reading asks everything: no series may appear only minutes later.
-            if (tick + offset) % every and tick:
+            if not turn.begin(now, slack):
                 continue
             asked = True
-            numbers = question.ask()
-            answered = answered or SUCCESS in question.codes
+            numbers = turn.question.ask()
+            answered = answered or SUCCESS in turn.question.codes
             if numbers is None:  # GPM's first sample succeeds without a value
                 continue
-            for (key, add), number in zip(targets, numbers, strict=True):
+            for (key, add), number in zip(turn.targets, numbers, strict=True):
                 if number is None:  # what cannot be read now is absent, never stale
                     values.pop(key, None)
                 else:
                     values[key] = number if add is None else add(number, now)
-        self._tick += 1
         if self._silent:
             self._note_choice()
         if asked:
