@@ -17,13 +17,17 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from hpml_exporters.app import ALL
 
 Panel = Builder[models.Panel]
 _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
 class _Kind(NamedTuple):
-    """A kind of figure: Grafana's unit, colour thresholds, highest value, decimals."""
+    """A kind of figure: Grafana's unit, colour thresholds, highest value, decimals.
+
+    A panel that shows a metric as it is exported takes the unit from the metric instead.
+    """
 
     unit: str
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
@@ -45,6 +49,7 @@ _KINDS = {
     "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1, 0),
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1, 0),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1, 0),
+    "flag": _Kind("short", (_RED, (1, "green"))),
     "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red")), decimals=1),
     "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
@@ -59,12 +64,28 @@ _KINDS = {
     "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
     "label": _Kind("string"),
 }
+_UNITS = {  # Grafana's, of a metric with this unit and of its rate
+    "bytes": ("bytes", "Bps"),
+    "seconds": ("s", "percentunit"),
+    "joules": ("joule", "watt"),
+    "ratio": ("percentunit", "percentunit"),
+    "celsius": ("celsius", "celsius"),
+    "watts": ("watt", "watt"),
+    "hertz": ("hertz", "hertz"),
+}
+_SPECS = {spec.name: spec for spec in ALL}
+_SHOWN = re.compile(
+    r"(?:(?:max|min|avg|sum)(?: by \([\w, ]*\) )?\()*"
+    r"(rate\()?(hpml_\w+)(?:\{[^{}]*\})?(?:\[[^]]*\])?\)*(?= \* on | and on |$)"
+)
+"""A query that shows one metric, aggregated or joined, with values of the metric's own unit."""
 _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
     "share": ["Mean", "Time"],
-    "whole": ["PCIe", "NVLink", "Up"],
+    "whole": ["PCIe", "NVLink"],
+    "flag": ["Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "GPU memory", "Shm"],
     "amount": ["Wasted", "Unused", "GPU-hours", "Hours", "CPUs busy"],
@@ -298,10 +319,10 @@ def listing(
     for label in names:  # the last one takes the room that is left
         properties = _label_properties(label, is_last=label == names[-1])
         shown[label] = (_TITLES.get(label, label.capitalize()), properties)
-    for letter, name in zip(string.ascii_uppercase, values, strict=False):
+    for letter, (name, query) in zip(string.ascii_uppercase, values.items(), strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
         if not name.startswith("-"):
-            shown[field] = (name, _value_properties(name, is_sorted=name == sort))
+            shown[field] = (name, _value_properties(name, query, is_sorted=name == sort))
     organized = {
         "excludeByName": {},
         "indexByName": {field: place for place, field in enumerate(shown)},
@@ -408,7 +429,8 @@ def _panel(
     rows: bool = False,
     axis: bool = False,
 ) -> _P:
-    unit, steps, top, decimals = _KINDS[kind]
+    _, steps, top, decimals = _KINDS[kind]
+    unit = _unit(kind, *(() if rows else queries.values()))  # a column has its own
     thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
     panel = (
         panel.title(title)
@@ -432,6 +454,16 @@ def _panel(
     return panel
 
 
+def _unit(kind: str, *queries: str) -> str:
+    """Return the unit of the metric that the queries show, or else of this kind of figure."""
+    shown = [found.groups() for found in map(_SHOWN.match, queries) if found]
+    units = {
+        _UNITS[_SPECS[name].unit][bool(rate)] if _SPECS[name].unit else "" for rate, name in shown
+    }
+    (unit,) = units or {""}  # fails for a panel of several units
+    return unit or _KINDS[kind].unit
+
+
 def _label_properties(label: str, *, is_last: bool) -> dict[str, object]:
     properties: dict[str, object] = {}
     if label in _LINKED:
@@ -445,9 +477,10 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, object]:
     return properties
 
 
-def _value_properties(title: str, *, is_sorted: bool) -> dict[str, object]:
+def _value_properties(title: str, query: str, *, is_sorted: bool) -> dict[str, object]:
     kind = _KIND_OF.get(title, "count")
-    unit, steps, _, decimals = _KINDS[kind]
+    _, steps, _, decimals = _KINDS[kind]
+    unit = _unit(kind, query)
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 140 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
