@@ -42,6 +42,7 @@ def _spec(
 _OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
 
 AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
+INTERVAL = _spec(_OWN, "refresh_interval_seconds", "", "Time between two refreshes (--interval).")
 
 QUEUE = _spec(
     *(_SQUEUE, "queue_jobs", "state reason"),
@@ -107,7 +108,7 @@ STATISTICS = {
 """Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
 
 SPECS: tuple[MetricSpec, ...] = (
-    *(AGE, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
+    *(AGE, INTERVAL, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
     *(GPUS, PARTITION_GPUS, NODE_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES),
     *(RESERVATION_START, RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
 )
@@ -180,7 +181,7 @@ class SlurmCollector:
         jobs = list(view.jobs)
         self._history.note(jobs)
         rows = self._job_rows(jobs) | self._history.rows()
-        rows[AGE] = [((), time.time())]
+        rows |= {AGE: [((), time.time())], INTERVAL: [((), self.interval)]}
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
 
     def _job_rows(self, jobs: list[QueueRow]) -> _Rows:
