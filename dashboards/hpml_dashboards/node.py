@@ -147,7 +147,7 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "index name mig",
         {
-            # The uuid is not shown, but makes one row of all the columns of a GPU.
+            # The hidden uuid joins all columns of a GPU into one row.
             "-": f"max by (uuid, index, name, mig) ({_own('hpml_gpu_info')})",
             "Core": _gpu("hpml_gpu_temperature_celsius"),
             "HBM": _gpu("hpml_gpu_memory_temperature_celsius"),

@@ -1,4 +1,4 @@
-"""The pieces that all dashboards are made of: panels, queries, variables, links, colours.
+"""Building blocks of all dashboards: panels, queries, variables, links, colours.
 
 A panel is drawn on a grid of 24 columns; panels follow each other from left to right and wrap.
 All lengths are in units of that grid, of which a screen of 1400x900 shows 21 in height.
@@ -150,9 +150,9 @@ def select(metric: str, **labels: str) -> str:
 
 
 def each(series: str, label: str = "node") -> str:
-    """Return all series if there are few, else their spread, named in a label."""
-    # Prometheus decides at each look, so the same dashboard serves a job with one GPU and one with
-    # a thousand.
+    """Return all series if there are few, else lowest, median and highest, named by a label."""
+    # Prometheus decides at each query, so the same dashboard serves a job with one GPU and one
+    # with a thousand.
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
     spread = (
         f'label_replace({value}, "{label}", "{name}", "", "") '
@@ -168,7 +168,7 @@ def each(series: str, label: str = "node") -> str:
 
 def or_zero(value: str, subject: str) -> str:
     """Return a value, or 0 if only its subject has series."""
-    # Not `or vector(0)`: a job or cluster that nobody watches must show -, not a healthy 0.
+    # Not `or vector(0)`: an unmonitored job or cluster must show -, not a healthy 0.
     return f"({value} or 0 * max({subject}))"
 
 
@@ -178,7 +178,7 @@ def unmeasured(remedy: str) -> str:
 
 
 def or_text(value: str, source: str, label: str, text: str) -> str:
-    """Return a value, or a 0 with a text as a label if there is none and its source has series."""
+    """Return a value; without one, but with series of its source, a 0 with a text as label."""
     none = f'label_replace(0 * max({source}), "{label}", "{text}", "", "")'
     return f"({value}) or on () {none}"
 
@@ -220,9 +220,9 @@ def lines(
 ) -> Panel:
     """Return a panel of lines over time, with thresholds as dashed lines.
 
-    The names of the queries are those of the lines, with labels as in `{{node}}`. `none` is the
-    text of a panel without lines. With a source it is the name of a line at 0 while the source has
-    series; without them the panel says that nothing is measured, and the remedy.
+    The queries are named as their lines, with labels as in `{{node}}`. `none` is the text of a
+    panel without lines. If there is a source with series, `none` is the name of a line at 0
+    instead; if the source has no series, the panel says "Not measured" and the remedy.
     """
     if source:
         (line, value), *others = queries.items()
@@ -304,8 +304,8 @@ def listing(
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: text of the panel without rows.
-        source: PromQL of series that are there if the rows are measured; then `none` is a row.
-        remedy: what makes the source appear.
+        source: PromQL of series that exist if the rows are measured; then `none` is a row.
+        remedy: how to get the source.
     """
     if source:
         (first, value), *others = values.items()
@@ -316,7 +316,7 @@ def listing(
     # Title and properties by name of the field.
     shown: dict[str, tuple[str, dict[str, object]]] = {}
     names = labels.split()
-    for label in names:  # the last one takes the room that is left
+    for label in names:  # the last one takes the remaining width
         properties = _label_properties(label, is_last=label == names[-1])
         shown[label] = (_TITLES.get(label, label.capitalize()), properties)
     for letter, (name, query) in zip(string.ascii_uppercase, values.items(), strict=False):
@@ -350,7 +350,7 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> bui
 
     Args:
         name: name in queries.
-        label: text in front of the choice; empty: the variable is not shown.
+        label: text in front of the choice; empty to hide the variable.
         values: the query.
         newest: largest number first.
     """
@@ -383,8 +383,8 @@ def build_dashboard(
         about: description of the dashboard.
         descriptions: of all panels, as lines `title: text`; further lines of a text are indented.
         variables: those after `datasource` and `cluster`.
-        content: panels in reading order; a text begins a row with that title.
-        since: begin of the time range.
+        content: panels in reading order; a string begins a row with that title.
+        since: start of the time range.
     """
     built = (
         builders.Dashboard(_DASHBOARDS[uid])
@@ -412,7 +412,7 @@ def build_dashboard(
         else:
             panel = piece.build()
             panel.id_val = number
-            # A panel without a text fails here: none is published without saying what is good.
+            # Fails for a panel without a description: each has to say what is good.
             panel.description = described[panel.title or ""]
             built = built.with_panel(piece)
     return built.build()
@@ -447,7 +447,7 @@ def _panel(
         panel = panel.decimals(decimals)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
-        # A figure of now asks for one point, not for a whole time range of them.
+        # A current value needs one point, not a whole time range.
         query = query.instant() if now else query.range()
         query = query.format(PromQueryFormat.TABLE) if rows else query.legend_format(legend)
         panel = panel.with_target(query)
