@@ -1,4 +1,4 @@
-"""What a collector is: something with a name and an interval that reads and returns families."""
+"""Metrics, and collectors: objects with a name and an interval that read and return families."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 
 
 class _Line(NamedTuple):
-    """What all samples of one series have in common.
+    """The constant part of a series.
 
     Attributes:
         start: of its line in the text formats, up to the value.
@@ -156,14 +156,14 @@ class MetricSpec:
         """Return these series as a family; a counter below zero or NaN is left out.
 
         Raises:
-            ValueError: a sample has not the labels of this metric.
+            ValueError: a sample does not have the labels of this metric.
             TypeError: a label is not text, a value is not a number, or not a histogram if one is
                 wanted.
         """
         rows: list[tuple[_Line, float]] = []
         lines, counter, histogram = self._lines, self.type == "counter", self.type == "histogram"
         for labels, value in samples:
-            # Every series of every reading comes through here: only new ones pay for their text.
+            # All series of all readings pass here: format only new ones.
             values = tuple(labels)
             if histogram or isinstance(value, Histogram):
                 rows += self._buckets(values, value)
@@ -249,9 +249,9 @@ def metric(name: str, help_: str, labels: str = "", *, source: str = "") -> Metr
 
 
 class NotHereError(Exception):
-    """There is nothing to read on this machine now: no driver, no such file system.
+    """Nothing to read on this machine now, such as no driver or no such file system.
 
-    The collector shows no series, which is not a failure; it is tried again a minute later.
+    The collector shows no series, which is not a failure; the next attempt is a minute later.
     """
 
 
@@ -271,9 +271,9 @@ class Collector(Protocol):
     """One source of metrics. It reads in a separate thread, which may hang in a call.
 
     Attributes:
-        name: of the switch (`--no-gpu`) and the label `collector`.
+        name: used in the option (`--no-gpu`) and the label `collector`.
         interval: seconds between two readings.
-        specs: all metrics it can ever return.
+        specs: all metrics that it can return.
     """
 
     name: str
@@ -311,11 +311,11 @@ class CollectorState:
     """The state of one collector.
 
     Attributes:
-        outcome: of the last reading.
-        families: what is shown of it.
+        outcome: result of the last reading.
+        families: its metrics to show.
         posted: when it ended, by time.monotonic().
         duration: how long it took, seconds.
-        last_success: when the last good one ended, seconds since the epoch; 0: never.
+        last_success: when the last successful one ended, seconds since the epoch; 0: never.
         errors: readings that failed.
         stuck_readings: readings that did not end in time.
         stuck: one of these has not ended.

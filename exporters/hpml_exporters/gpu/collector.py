@@ -39,10 +39,10 @@ Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
 
 @dataclass
 class _CountsSinceStart:
-    """What an exporter has counted since its start, across collectors.
+    """Counts since the exporter's start; they outlive a collector.
 
     Attributes:
-        log: XID errors; those that ended a driver are still wanted after it was reloaded.
+        log: XID errors; those from before a reload of the driver stay.
         histories: of each GPU, by UUID.
     """
 
@@ -86,7 +86,7 @@ class GpuCollector:
     """The collector of all GPUs of the node, or of one job's.
 
     Attributes:
-        name: of the switch and the label.
+        name: of the option and the label.
         interval: seconds between two samples.
         specs: all metrics it can return.
     """
@@ -107,8 +107,8 @@ class GpuCollector:
         Args:
             context: options and jobs.
             clock: gives Unix time, for the time of XID errors.
-            look: seconds between two looks for GPUs.
-            retry: first and longest wait, in seconds, before a lost GPU is looked for.
+            look: seconds between two searches for GPUs.
+            retry: first and longest wait, in seconds, before searching for a lost GPU.
         """
         self.interval = context.options.gpu_interval
         self._context = context
@@ -130,7 +130,7 @@ class GpuCollector:
         kept = _COUNTS[context.jobs]
         self._log, self._histories = kept.log, kept.histories
         for history in self._histories.values():
-            history.pause()  # nobody saw what was between
+            history.pause()  # nothing was read in between
         self._next_look = self._next_retry = self._next_processes = 0.0
         self._processes: Processes = {}
         self._jobs: Jobs | None = None
@@ -174,7 +174,7 @@ class GpuCollector:
             except GpuLostError:
                 lost.add(gpu_uuid)
                 self._lose(session, reader.device, now)
-        # A call that sleeps costs no CPU time, but all others wait for it.
+        # A sleeping call costs no CPU time but delays the others.
         self._pace.spend(time.thread_time() - cpu + (time.perf_counter() - wall) / 20)
         session.events.poll(self._log, self._clock())
         jobs = self._context.jobs.now
@@ -217,10 +217,10 @@ class GpuCollector:
             if not session.devices and not self._down and not self._nameless:
                 raise NotHereError("the NVIDIA driver has no GPU")
         except NotHereError as error:
-            if self._histories:  # somebody has unloaded the driver under a working exporter
+            if self._histories:  # the driver was unloaded while the exporter ran
                 raise DriverLostError(f"{error}; GPUs were read before") from None
             present = gpus_on_bus(options.roots.sys)
-            if present and options.job is None:  # a job need not be allowed to see them
+            if present and options.job is None:  # a job may have no access to them
                 raise DriverLostError(f"{error}; but there is a GPU at {present[0]}") from None
             raise
         return session
@@ -234,7 +234,7 @@ class GpuCollector:
         if before and not self._known and not session.lost and not self._down:
             raise DriverLostError("the NVIDIA driver no longer lists a GPU")
         named = {device.uuid: device for device in session.lost if device.uuid}
-        # Nothing shows whose a silent GPU is: a job counts only those that it has seen answering.
+        # A silent GPU's owner is unknown: a job counts only GPUs that have answered before.
         if self._context.options.job is not None:
             named = {uuid: device for uuid, device in named.items() if uuid in before}
         self._note_missing({**named, **before}, now)
@@ -255,7 +255,7 @@ class GpuCollector:
         self._next_processes = now
 
     def _note_missing(self, were: dict[str, GpuDevice], now: float) -> None:
-        """Note which of these GPUs do not answer, and when to try again."""
+        """Record which of these GPUs do not answer, and when to try again."""
         up = {device.pci for device in self._known.values() if device.pci}
         down: dict[str, GpuDevice] = {}
         for uuid, device in {**self._down, **were}.items():
@@ -277,7 +277,7 @@ class GpuCollector:
     def _select(self, session: Session, devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
         """Return the GPUs to show: all, or those of the exporter's own job.
 
-        If the job's GPUs are unknown, these are the ones on which it has had a process.
+        If the job's GPUs are unknown, return those on which it has had a process.
         """
         job = self._context.options.job
         if job is None:
@@ -301,10 +301,10 @@ class GpuCollector:
             )
         return [device for device in devices if device.uuid in own]
 
-    # What is shown ---------------------------------------------------------------------------
+    # Families ------------------------------------------------------------------------------
 
     def _families(self, session: Session) -> Iterable[Metric]:
-        """Return what is known now; most families are built when a scrape needs them."""
+        """Return the current families; most are built when a scrape needs them."""
         shown = {device.uuid for device in (*session.shown, *self._down.values())}
         # XID errors are reported for the whole GPU, even if only its instances are shown.
         shown |= {device.parent for device in session.shown}
@@ -332,7 +332,7 @@ class GpuCollector:
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
-            return []  # it is not yet known whose the processes are
+            return []  # the owners of processes are not known yet
         # A job that may use any GPU need not use all of them.
         unknown = options.job is not None and options.job.gpus is None
         there = session.shown if unknown else session.devices
@@ -358,7 +358,7 @@ def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Itera
     rows[gpu.UTILIZATION.name] += _of_split(values)
     for name, samples in rows.items():
         if samples:
-            # Most numbers are the same as at the last scrape; building families is what costs.
+            # Most numbers have not changed since the last scrape, and families are costly.
             if name not in made or made[name][0] != samples:
                 made[name] = samples, _SPECS[name].family(samples)
             yield made[name][1]

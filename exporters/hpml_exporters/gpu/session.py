@@ -1,4 +1,4 @@
-"""Everything that dies with the driver: the library, handles, readers, the event set."""
+"""Everything that ends with the driver: the library, handles, readers, the event set."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Session:
     """An initialised driver and all readers on it.
 
     Attributes:
-        driver: its version, empty unknown.
+        driver: its version, empty if unknown.
         readers: of the GPUs and instances that are shown and answer.
         devices: all GPUs and instances that answer.
-        shown: those of them that are shown.
-        lost: what does not answer, as of the last `discover`.
+        shown: the devices to show.
+        lost: devices that did not answer at the last `discover`.
         events: XID errors.
     """
 
@@ -32,7 +32,7 @@ class Session:
 
         Args:
             interval: seconds between two readings.
-            histories: what is known by UUID; it outlives this object.
+            histories: by UUID; they outlive this object.
             sys: mount point of sysfs.
 
         Raises:
@@ -67,7 +67,7 @@ class Session:
         devices, self.lost = discover(self._nvml, self._known, self._sys)
         shown = select(devices)
         wanted = {device.key for device in shown}
-        # A new reader asks every source of its GPU; one whose handle is still valid stays.
+        # A new reader probes every source of its GPU: keep readers with a valid handle.
         kept = {reader.device.key: reader for reader in self.readers}
         for key in kept.keys() - wanted:
             kept.pop(key).close()

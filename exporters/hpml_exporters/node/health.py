@@ -1,4 +1,4 @@
-"""What makes a node unfit for jobs: its clock, file systems, memory, links, heat, stuck processes.
+"""Node health: clock, file systems, memory, links, heat, stuck processes.
 
 A process in uninterruptible sleep waits for a disk or a file server and cannot be ended. Loaders
 that read from a busy server are in that state at almost every reading, but wake up in between: only

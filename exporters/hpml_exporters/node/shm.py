@@ -49,7 +49,7 @@ _OF_JOB = metric(
 )
 _STAGED = metric(
     "hpml_shm_staged_bytes",
-    "Memory of the data that hpml staged to /dev/shm, for jobs that run or come.",
+    "Memory of the data that hpml staged to /dev/shm, for running and later jobs.",
     source="a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
 SPECS = (_SIZE, _USED, _STAGED, _OF_JOB)
