@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from hpml_exporters.gpu.collector import Session
 from hpml_exporters.gpu.figures import Field, GpmMetric, NvmlCall
 from hpml_exporters.gpu.reader import Question
-from hpml_exporters.gpu.session import Session
 
 from deploy.gpusim.gpusim import Simulator, State, h100
 

@@ -20,9 +20,8 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import MetricSpec, NotHereError, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Part, Totals, families, metric
 from hpml_exporters.core.procfs import read
-from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
 _SOURCE = "llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre"

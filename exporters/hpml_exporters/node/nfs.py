@@ -21,9 +21,8 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import MetricSpec, NotHereError, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Totals, families, metric
 from hpml_exporters.core.procfs import read
-from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.mounts import parse_mounts, plain_path
 
