@@ -454,14 +454,14 @@ def server_families(
 # Sums of counters that come and go.
 
 Part: TypeAlias = tuple[tuple[str, ...], Hashable, Sequence[float]]
-"""What one mount counted: labels of its sum, what identifies the mount, its counters by column."""
+"""The counters of a mount: labels of its sum, key of the mount, counters by column."""
 
 
 class Totals:
     """Sums the counters of several mounts; the sum does not fall when one is unmounted.
 
-    A plain sum would fall then, which Prometheus takes for a reset: `rate()` would count all of the
-    remaining mounts' traffic again.
+    A plain sum would fall then. Prometheus would take that for a reset, and `rate()` would count
+    the traffic of the remaining mounts again.
 
     Args:
         columns: metric of each counter, and its labels after those of the sum.
@@ -473,9 +473,9 @@ class Totals:
         self._totals: Mapping[tuple[str, ...], Sequence[float]] = {}
 
     def update(self, parts: Iterable[Part]) -> dict[MetricSpec, list[Row]]:
-        """Add what the parts counted since the last call; returns the series.
+        """Add the growth of the parts since the last call, and return the series.
 
-        A source that is given twice counts once. A sum without a part is forgotten.
+        A repeated source counts once. A sum without parts is dropped.
         """
         zero = [0.0] * len(self._columns)
         values: dict[Hashable, Sequence[float]] = {}
@@ -485,7 +485,7 @@ class Totals:
                 continue
             values[source] = now
             total = totals.get(labels, self._totals.get(labels, zero))
-            # A part that fell was mounted anew: all of its present count is growth.
+            # A part that fell was mounted again: its whole count is growth.
             grown = zip(total, now, self._values.get(source, zero), strict=True)
             totals[labels] = [sum_ + (new - old if new >= old else new) for sum_, new, old in grown]
         self._values, self._totals = values, totals

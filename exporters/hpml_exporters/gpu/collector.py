@@ -71,14 +71,14 @@ class Session:
 
     @property
     def roots(self) -> Sequence[GpuDevice]:
-        """The shown devices that can be lost alone: GPUs, and instances whose GPU is not shown."""
+        """The shown devices that can be lost alone: GPUs, and instances of hidden GPUs."""
         return _roots(self.shown)
 
     def discover(self, select: Callable[[Sequence[GpuDevice]], Sequence[GpuDevice]]) -> None:
         """Find the GPUs and instances, keeping the readers of unchanged ones.
 
         Args:
-            select: which ones to show.
+            select: returns the devices to show.
 
         Raises:
             DriverLostError: nothing answers.
@@ -118,7 +118,7 @@ class Session:
         """
         try:
             return processes_of(self._nvml, device)
-        except GpuLostError:  # left to the next reading, which finds it lost as well
+        except GpuLostError:  # the next reading finds it lost as well
             return None
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class GpuCollector:
             raise
 
     def close(self) -> None:
-        """Release everything that the driver holds for us."""
+        """Release all resources of the driver."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -300,7 +300,7 @@ class GpuCollector:
         for reader in tuple(session.readers):
             gpu_uuid = reader.device.parent or reader.device.uuid
             try:
-                if gpu_uuid not in lost:  # else it was closed with its GPU
+                if gpu_uuid not in lost:  # else it was closed together with its GPU
                     reader.read(now)
             except GpuLostError:
                 lost.add(gpu_uuid)
