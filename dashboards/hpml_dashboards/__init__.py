@@ -1,6 +1,6 @@
 """Grafana dashboards of hpml's metrics: built from Python, shown without Grafana, or pushed to one.
 
-`json/` holds what `hpml dashboards build` writes; it is kept in the repository, so that showing
+`json/` holds what `hpml dashboards build` writes; it is in the repository, so showing
 and pushing need no SDK.
 """
 

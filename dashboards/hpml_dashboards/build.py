@@ -26,14 +26,14 @@ def build() -> dict[str, str]:
 
 
 def write(directory: Path, *, overwrite: bool) -> list[Path]:
-    """Write each dashboard as `<uid>.json` into a directory, which is made, and return the paths.
+    """Write each dashboard as `<uid>.json` into a directory and return the paths.
 
     Args:
-        directory: for the files.
-        overwrite: whether to replace files that say something else.
+        directory: of the files, created if necessary.
+        overwrite: whether to replace files with other content.
 
     Raises:
-        InputError: there are such files; nothing was written.
+        InputError: there are files with other content; nothing was written.
         RecordError: a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The dashboard of a cluster: its queue, how its GPUs are used, and by whom they are wasted."""
+"""The dashboard of a cluster: its queue, the use of its GPUs, and who wastes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_res
 
 
 def _slurm(metric: str, **labels: str) -> str:
-    # The Slurm exporter itself sets no label `cluster`; it is there only if Prometheus adds it. The
-    # empty alternative matches series without it.
+    # The Slurm exporter sets no label `cluster`; Prometheus may add one. The empty alternative
+    # matches series without it.
     return select(f"hpml_slurm_{metric}", cluster="~$cluster|", **labels)
 
 
@@ -30,9 +30,10 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 
 
 def _wait(share: float, by: str = "le") -> str:
-    """Return this quantile of the waiting times of the jobs that started lately.
+    """Return this quantile of the waiting times of recently started jobs.
 
-    If none did, of all since the exporter started: a partition's first jobs have no rate.
+    If no job started, use all jobs since the exporter started: a partition's first jobs have no
+    rate.
     """
     waits = _slurm("job_wait_seconds_bucket")
     of = (f"rate({waits}[30m])", waits)
@@ -49,13 +50,13 @@ _RULES = "hpml:alerts_loaded"
 _NO_RULES = "load hpml-alerts.yml in Prometheus"
 _PENDING = or_zero(_sum("queue_jobs", state="pending"), _NODES)
 _RUNNING = or_zero(_sum("queue_jobs", state="~running|completing"), _NODES)
-# Sums that Prometheus records: what this dashboard costs must not grow with the nodes.
+# Use recorded sums: the cost of this dashboard must not grow with the number of nodes.
 _GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
 _ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
 _WASTED = or_zero(f"sum(hpml:cluster_gpus_wasted:sum{_ALL})", _GPUS)
 _TOTAL = f"sum({_GPUS})"
-# A job whose GPU has failed cannot use it: that is nobody's waste.
+# A job cannot use a failed GPU, so that is not waste.
 _BROKEN = f"hpml:gpu_job{_ALL} and on (uuid) hpml_gpu_up == 0"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5 unless on (cluster, jobid) ({_BROKEN}))"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
@@ -277,6 +278,7 @@ _CONTENT: list[Panel | str] = [
             f"({_slurm('reservation_start_timestamp_seconds')})",
             "Ends": f"1000 * max by (reservation) ({_slurm('reservation_end_timestamp_seconds')})",
         },
+        width=10,
         none="No reservation",
         source=_NODES,
         remedy=_REMEDY,
@@ -285,7 +287,7 @@ _CONTENT: list[Panel | str] = [
         "Licences",
         "license",
         {"Total": _sum("licenses", "license"), "In use": _sum("licenses_used", "license")},
-        width=4,
+        width=6,
         none="No licences",
         source=_NODES,
         remedy=_REMEDY,

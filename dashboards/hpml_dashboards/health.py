@@ -1,4 +1,4 @@
-"""The dashboard of the exporters themselves: whether what the others show can be believed."""
+"""The dashboard of the exporters themselves: whether the other dashboards can be trusted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Last reading",
         "age",
-        # A collector that finds nothing to read here is not late.
+        # A collector with nothing to read is not late.
         f"max({_of(f'time() - {_LAST} and hpml_exporter_collector_present == 1')})",
     ),
     figure(
@@ -123,13 +123,13 @@ _CONTENT: list[Panel | str] = [
         "Versions",
         "version python",
         {"Exporters": f"count by (version, python) ({_of('hpml_exporter_build_info')})"},
-        width=6,
+        width=7,
     ),
     listing(
         "GPU drivers",
         "version",
         {"Exporters": f"count by (version) ({_of('hpml_gpu_driver_info')})"},
-        width=6,
+        width=5,
     ),
 ]
 

@@ -83,7 +83,7 @@ _HOLDBACK = f"hpml:job_holdback:ratio{_JOB}"
 
 
 def _whose(finding: str, info: str, waits: str) -> str:
-    # Some rank always waits longest. It is named only if the wait was a finding in this range.
+    # Some rank always waits longest. Name it only if the wait was a finding in this range.
     rank = (
         f"{_once(info)} * on (cluster, jobid, instance, job) group_left () {waits}"
         f" and on () count_over_time({_this('hpml:job_holdback:ratio', finding=finding)}[$__range])"
@@ -229,7 +229,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "CPU",
         "share",
-        # Only nodes whose CPUs are known: others would be in the numerator alone.
+        # Only nodes whose CPUs are known: others would count in the numerator alone.
         f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
         none="no cgroup",

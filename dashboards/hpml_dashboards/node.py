@@ -81,9 +81,9 @@ Host temperatures: Hottest sensor of each chip. Near its critical temperature, d
 Links lost: Losses in the last hour. More than one or two: exchange the cable.
 Host health: Stuck processes wait for a disk or a file server and cannot be ended. A clock that
     is not synchronised: is chronyd running? Memory errors are uncorrected ones. Good: 0 of each.
-InfiniBand: Bytes through each port, and ticks in which it had data but could not send. Compare
-    with the rate of the link; many waits: other traffic fills the fabric.
-Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable.
+InfiniBand: Bytes through each port. Compare with the rate of the link.
+Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable. Waits
+    are ticks in which the port had data but could not send: other traffic fills the fabric.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -147,7 +147,7 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "index name mig",
         {
-            # The uuid is not shown, but makes one row of all the columns of a GPU.
+            # The hidden uuid joins all columns of a GPU into one row.
             "-": f"max by (uuid, index, name, mig) ({_own('hpml_gpu_info')})",
             "Core": _gpu("hpml_gpu_temperature_celsius"),
             "HBM": _gpu("hpml_gpu_memory_temperature_celsius"),
@@ -228,7 +228,6 @@ _CONTENT: list[Panel | str] = [
         {
             "{{device}} received": _rate("infiniband_received_bytes", "device"),
             "{{device}} sent": _rate("infiniband_transmitted_bytes", "device"),
-            "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
         },
         width=6,
         none="No InfiniBand or RoCE here",
@@ -264,6 +263,7 @@ _CONTENT: list[Panel | str] = [
             "Up": f"max by (device, port) ({_own('hpml_infiniband_up')})",
             "Rate": f"max by (device, port) ({_own('hpml_infiniband_link_rate_bytes_per_second')})",
             "Errors/s": _rate("infiniband_events", "device, port"),
+            "Waits/s": _rate("infiniband_transmit_wait_ticks", "device, port"),
         },
         width=8,
         none="No InfiniBand or RoCE here",

@@ -1,4 +1,4 @@
-"""The pieces that all dashboards are made of: panels, queries, variables, links, colours.
+"""Building blocks of all dashboards: panels, queries, variables, links, colours.
 
 A panel is drawn on a grid of 24 columns; panels follow each other from left to right and wrap.
 All lengths are in units of that grid, of which a screen of 1400x900 shows 21 in height.
@@ -17,13 +17,17 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from hpml_exporters.app import ALL
 
 Panel = Builder[models.Panel]
 _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
 class _Kind(NamedTuple):
-    """A kind of figure: Grafana's unit, colour thresholds, highest value, decimals."""
+    """A kind of figure: Grafana's unit, colour thresholds, highest value, decimals.
+
+    A panel that shows a metric as it is exported takes the unit from the metric instead.
+    """
 
     unit: str
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
@@ -45,6 +49,7 @@ _KINDS = {
     "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1, 0),
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1, 0),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1, 0),
+    "flag": _Kind("short", (_RED, (1, "green"))),
     "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red")), decimals=1),
     "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
@@ -59,12 +64,28 @@ _KINDS = {
     "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
     "label": _Kind("string"),
 }
+_UNITS = {  # Grafana's, of a metric with this unit and of its rate
+    "bytes": ("bytes", "Bps"),
+    "seconds": ("s", "percentunit"),
+    "joules": ("joule", "watt"),
+    "ratio": ("percentunit", "percentunit"),
+    "celsius": ("celsius", "celsius"),
+    "watts": ("watt", "watt"),
+    "hertz": ("hertz", "hertz"),
+}
+_SPECS = {spec.name: spec for spec in ALL}
+_SHOWN = re.compile(
+    r"(?:(?:max|min|avg|sum)(?: by \([\w, ]*\) )?\()*"
+    r"(rate\()?(hpml_\w+)(?:\{[^{}]*\})?(?:\[[^]]*\])?\)*(?= \* on | and on |$)"
+)
+"""A query that shows one metric, aggregated or joined, with values of the metric's own unit."""
 _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
     "share": ["Mean", "Time"],
-    "whole": ["PCIe", "NVLink", "Up"],
+    "whole": ["PCIe", "NVLink"],
+    "flag": ["Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "GPU memory", "Shm"],
     "amount": ["Wasted", "Unused", "GPU-hours", "Hours", "CPUs busy"],
@@ -129,9 +150,9 @@ def select(metric: str, **labels: str) -> str:
 
 
 def each(series: str, label: str = "node") -> str:
-    """Return all series if there are few, else their spread, named in a label."""
-    # Prometheus decides at each look, so the same dashboard serves a job with one GPU and one with
-    # a thousand.
+    """Return all series if there are few, else lowest, median and highest, named by a label."""
+    # Prometheus decides at each query, so the same dashboard serves a job with one GPU and one
+    # with a thousand.
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
     spread = (
         f'label_replace({value}, "{label}", "{name}", "", "") '
@@ -147,7 +168,7 @@ def each(series: str, label: str = "node") -> str:
 
 def or_zero(value: str, subject: str) -> str:
     """Return a value, or 0 if only its subject has series."""
-    # Not `or vector(0)`: a job or cluster that nobody watches must show -, not a healthy 0.
+    # Not `or vector(0)`: an unmonitored job or cluster must show -, not a healthy 0.
     return f"({value} or 0 * max({subject}))"
 
 
@@ -157,7 +178,7 @@ def unmeasured(remedy: str) -> str:
 
 
 def or_text(value: str, source: str, label: str, text: str) -> str:
-    """Return a value, or a 0 with a text as a label if there is none and its source has series."""
+    """Return a value; without one, but with series of its source, a 0 with a text as label."""
     none = f'label_replace(0 * max({source}), "{label}", "{text}", "", "")'
     return f"({value}) or on () {none}"
 
@@ -199,9 +220,9 @@ def lines(
 ) -> Panel:
     """Return a panel of lines over time, with thresholds as dashed lines.
 
-    The names of the queries are those of the lines, with labels as in `{{node}}`. `none` is the
-    text of a panel without lines. With a source it is the name of a line at 0 while the source has
-    series; without them the panel says that nothing is measured, and the remedy.
+    The queries are named as their lines, with labels as in `{{node}}`. `none` is the text of a
+    panel without lines. If there is a source with series, `none` is the name of a line at 0
+    instead; if the source has no series, the panel says "Not measured" and the remedy.
     """
     if source:
         (line, value), *others = queries.items()
@@ -283,8 +304,8 @@ def listing(
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: text of the panel without rows.
-        source: PromQL of series that are there if the rows are measured; then `none` is a row.
-        remedy: what makes the source appear.
+        source: PromQL of series that exist if the rows are measured; then `none` is a row.
+        remedy: how to get the source.
     """
     if source:
         (first, value), *others = values.items()
@@ -295,13 +316,13 @@ def listing(
     # Title and properties by name of the field.
     shown: dict[str, tuple[str, dict[str, object]]] = {}
     names = labels.split()
-    for label in names:  # the last one takes the room that is left
+    for label in names:  # the last one takes the remaining width
         properties = _label_properties(label, is_last=label == names[-1])
         shown[label] = (_TITLES.get(label, label.capitalize()), properties)
-    for letter, name in zip(string.ascii_uppercase, values, strict=False):
+    for letter, (name, query) in zip(string.ascii_uppercase, values.items(), strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
         if not name.startswith("-"):
-            shown[field] = (name, _value_properties(name, is_sorted=name == sort))
+            shown[field] = (name, _value_properties(name, query, is_sorted=name == sort))
     organized = {
         "excludeByName": {},
         "indexByName": {field: place for place, field in enumerate(shown)},
@@ -329,7 +350,7 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> bui
 
     Args:
         name: name in queries.
-        label: text in front of the choice; empty: the variable is not shown.
+        label: text in front of the choice; empty to hide the variable.
         values: the query.
         newest: largest number first.
     """
@@ -362,8 +383,8 @@ def build_dashboard(
         about: description of the dashboard.
         descriptions: of all panels, as lines `title: text`; further lines of a text are indented.
         variables: those after `datasource` and `cluster`.
-        content: panels in reading order; a text begins a row with that title.
-        since: begin of the time range.
+        content: panels in reading order; a string begins a row with that title.
+        since: start of the time range.
     """
     built = (
         builders.Dashboard(_DASHBOARDS[uid])
@@ -391,7 +412,7 @@ def build_dashboard(
         else:
             panel = piece.build()
             panel.id_val = number
-            # A panel without a text fails here: none is published without saying what is good.
+            # Fails for a panel without a description: each has to say what is good.
             panel.description = described[panel.title or ""]
             built = built.with_panel(piece)
     return built.build()
@@ -408,7 +429,8 @@ def _panel(
     rows: bool = False,
     axis: bool = False,
 ) -> _P:
-    unit, steps, top, decimals = _KINDS[kind]
+    _, steps, top, decimals = _KINDS[kind]
+    unit = _unit(kind, *(() if rows else queries.values()))  # a column has its own
     thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
     panel = (
         panel.title(title)
@@ -425,11 +447,21 @@ def _panel(
         panel = panel.decimals(decimals)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
-        # A figure of now asks for one point, not for a whole time range of them.
+        # A current value needs one point, not a whole time range.
         query = query.instant() if now else query.range()
         query = query.format(PromQueryFormat.TABLE) if rows else query.legend_format(legend)
         panel = panel.with_target(query)
     return panel
+
+
+def _unit(kind: str, *queries: str) -> str:
+    """Return the unit of the metric that the queries show, or else of this kind of figure."""
+    shown = [found.groups() for found in map(_SHOWN.match, queries) if found]
+    units = {
+        _UNITS[_SPECS[name].unit][bool(rate)] if _SPECS[name].unit else "" for rate, name in shown
+    }
+    (unit,) = units or {""}  # fails for a panel of several units
+    return unit or _KINDS[kind].unit
 
 
 def _label_properties(label: str, *, is_last: bool) -> dict[str, object]:
@@ -445,9 +477,10 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, object]:
     return properties
 
 
-def _value_properties(title: str, *, is_sorted: bool) -> dict[str, object]:
+def _value_properties(title: str, query: str, *, is_sorted: bool) -> dict[str, object]:
     kind = _KIND_OF.get(title, "count")
-    unit, steps, _, decimals = _KINDS[kind]
+    _, steps, _, decimals = _KINDS[kind]
+    unit = _unit(kind, query)
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 140 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))

@@ -1,8 +1,8 @@
 """Push the dashboards and alert rules to a Grafana through its HTTP API.
 
-A push can be repeated: it leaves alone what is already there, and what a person changed in
-Grafana. For dashboards, Grafana's history shows who made a version: each version has a message,
-and ours contains a digest of what was pushed.
+A push can be repeated: it leaves unchanged objects alone, and objects that a person changed in
+Grafana. A dashboard's history shows who made a version: each version has a message, and ours
+contains a digest of the pushed dashboard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FOLDER = "hpml"
 _DATASOURCE = "hpml-prometheus"
 _TIMEOUT_SECONDS = 15.0
 _EVALUATION_SECONDS = 60
-_UID_LENGTH = 40  # the most that Grafana takes
+_UID_LENGTH = 40  # Grafana's limit
 _NO_SUCH = 404
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
@@ -53,14 +53,14 @@ class Push:
 
     Attributes:
         url: Grafana's address, with its path if it has one.
-        token: a service account's, with the rights to edit folders, data sources, alert rules.
-        folder: title of the folder, made if there is none.
-        prometheus: address of a Prometheus, as Grafana reaches it: a data source is made for it.
-        datasource: uid of the data source that alert rules ask; empty for `prometheus`, else for
+        token: of a service account that may edit folders, data sources and alert rules.
+        folder: title of the folder, created if necessary.
+        prometheus: address at which Grafana reaches Prometheus; the push creates a data source.
+        datasource: uid of the data source of alert rules; empty for that of `prometheus`, else for
             the only or default one.
         alerts: whether to push alert rules too.
-        overwrite: whether to replace what a person changed.
-        dry_run: whether to change nothing.
+        overwrite: whether to replace objects that a person changed.
+        dry_run: whether to only report the changes.
     """
 
     url: str
@@ -129,7 +129,7 @@ def alert_groups(folder: str, datasource: str) -> Iterator[Json]:
 
     Args:
         folder: uid of their folder.
-        datasource: uid of the Prometheus that they ask.
+        datasource: uid of the Prometheus that they query.
     """
     for path in sorted(assets.path("deploy/prometheus/rules").glob("*.yml")):
         for group in YAML(typ="safe").load(path)["groups"]:
@@ -164,7 +164,7 @@ def _alert_rule(rule: Json, group: str, folder: str, datasource: str) -> Json:
             }
             for ref, uid, model in (("A", datasource, query), ("C", "__expr__", threshold))
         ],
-        # A rule without series means that all is well; by default Grafana would alert.
+        # A rule without series is not firing; by default Grafana would alert.
         "noDataState": "OK",
         "execErrState": "Error",
         "for": rule.get("for", "0s"),
@@ -197,7 +197,7 @@ class _Grafana:
         self._asked = options.datasource or (_DATASOURCE if options.prometheus else "")
 
     def check(self) -> None:
-        """Refuse to start if no Grafana answers, or if it refuses this token."""
+        """Raise an error if no Grafana answers, or if it refuses the token."""
         # /health answers without a token, so only the second request shows whether ours is
         # accepted.
         health = self._ask(self._api.client.GET, "/health")
@@ -252,7 +252,7 @@ class _Grafana:
         return _attempt("data source", wanted["name"], work)
 
     def dashboard(self, wanted: Json) -> PushOutcome:
-        """Save one dashboard, unless its last version is a person's."""
+        """Save one dashboard, unless a person saved its last version."""
         uid, title = wanted["uid"], wanted["title"]
         message = _MESSAGE + hashlib.sha256(_text(wanted).encode()).hexdigest()[:16]
 
@@ -260,7 +260,7 @@ class _Grafana:
             found = self._find(self._api.dashboard.get_dashboard, uid)
             current = found and found["dashboard"]
             last = self._last_message(uid) if found else ""
-            # By the digest in the history, as the saved dashboard has fields that Grafana added.
+            # Compare digests: Grafana has added fields to the saved dashboard.
             if last == message:
                 return PushOutcome("unchanged", "dashboard", title)
             if found and found["meta"].get("provisioned"):
@@ -401,7 +401,7 @@ def _reason(error: BaseException) -> str:
 
 def _of_interest(current: object, wanted: object) -> object:
     if isinstance(current, dict) and isinstance(wanted, dict):
-        # Grafana adds fields of its own: compare only those that we set.
+        # Grafana adds fields: compare only those that we set.
         shared = current.keys() & wanted.keys()
         return {key: _of_interest(current[key], wanted[key]) for key in shared}
     if isinstance(current, list) and isinstance(wanted, list) and len(current) == len(wanted):

@@ -1,7 +1,7 @@
 """The viewer's web server: the page, the dashboards, and the query endpoints of one Prometheus.
 
-Only a browser with the token from the address sees anything. The server listens on this machine
-only, answers GET, and passes on only queries with a bounded number of points.
+Only a browser with the token from the address gets an answer. The server listens on this machine
+only, answers GET only, and forwards only queries with a bounded number of points.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PrometheusServer:
         """Return whether it scrapes an exporter of hpml.
 
         Raises:
-            PrometheusServerError: it does not answer, or what answers is no Prometheus.
+            PrometheusServerError: it does not answer, or is not a Prometheus.
         """
         query = {"query": "count(hpml_exporter_up)"}
         status, body = self.get("query", query, seconds=_FIRST_SECONDS)
@@ -97,15 +97,15 @@ class PrometheusServer:
         *,
         seconds: float = _QUERY_SECONDS,
     ) -> tuple[int, bytes]:
-        """Return status and JSON of `/api/v1/<endpoint>`, also where Prometheus refuses a query.
+        """Return status and JSON of `/api/v1/<endpoint>`, also if Prometheus refuses the query.
 
         Raises:
-            PrometheusServerError: it does not answer in time, or what answers is no Prometheus.
+            PrometheusServerError: it does not answer in time, or is not a Prometheus.
         """
         query = urllib.parse.urlencode(parameters, doseq=True)
         request = urllib.request.Request(f"{self.url}/api/v1/{endpoint}?{query}")  # noqa: S310 - http or https, see __init__
         if self._authorization:
-            # Not sent again after a redirect, which may lead to another host.
+            # Do not send it again after a redirect, which may lead to another host.
             request.add_unredirected_header("Authorization", self._authorization)
         try:
             with self._opener.open(request, timeout=seconds) as answer:
@@ -159,7 +159,7 @@ def _check_points(parameters: Mapping[str, list[str]]) -> None:
         raise PrometheusServerError(message, HTTPStatus.BAD_REQUEST)
 
 
-# The viewer's bundle is 2.3 MB: unpacked it takes a second through a slow tunnel.
+# The viewer's bundle is 2.3 MB: uncompressed it takes a second through a slow tunnel.
 @functools.lru_cache(maxsize=16)
 def _packed(body: bytes) -> bytes:
     return gzip.compress(body, mtime=0)
@@ -206,8 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _welcome(self, path: str, query: str) -> None:
         """Move the token from the address into a cookie.
 
-        By `Refresh`, as a redirect would be a step of the foreign page with a link to here, and
-        not bring a cookie of `SameSite=Strict`.
+        Use `Refresh`: a redirect would count as a navigation from the page with the link, and the
+        browser would not send a cookie with `SameSite=Strict`.
         """
         cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
         # Exactly one slash: `//host/` would be the address of another site.
@@ -227,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             if endpoint == "query_range":
                 _check_points(passed)
             if endpoint.startswith("query"):
-                # So that Prometheus drops a query whose answer nobody waits for any more.
+                # Prometheus then drops a query whose client has gone.
                 passed["timeout"] = [f"{_QUERY_SECONDS}s"]
             status, body = self.server.prometheus.get(endpoint, passed)
             self._send(status, body, "application/json")
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(error.status, str(error))
 
     def _send_file(self, body: bytes, kind: str) -> None:
-        """Send a file of hpml's: compressed, and again only after it has changed."""
+        """Send a file, compressed, unless the browser has this version."""
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         more = {"Cache-Control": "private, no-cache", "ETag": tag}
         if self.headers["If-None-Match"] == tag:
@@ -261,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as in the base class
-        """Print nothing: addresses have the token."""
+        """Print nothing: addresses contain the token."""
 
 
 class ViewerServer(ThreadingHTTPServer):
@@ -295,13 +295,13 @@ class ViewerServer(ThreadingHTTPServer):
         }
 
     def handle_error(self, request: Any, client_address: object) -> None:
-        """Report errors, except that a browser closed its connection."""
+        """Report errors, except a browser's closed connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
-        """Where the viewer is, with the token."""
+        """The viewer's address, with the token."""
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def content(self, path: str) -> tuple[bytes, str] | None:

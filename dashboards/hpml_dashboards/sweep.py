@@ -18,14 +18,14 @@ from hpml_dashboards.panels import (
 
 _RUNS = '{cluster="$cluster", sweep="$sweep", sweep!=""}'  # Job's link may have none
 
-# Averages over the time that each run took, so runs that ran one after the other compare.
+# Averages over each run's time, so runs at different times are comparable.
 _SPEED = f"max by (jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}[$__range]))"
 _SEEN = f"max by (jobid, point, run) (last_over_time(hpml:run_info{_RUNS}[$__range]))"
 _JOBS = 'max by (jobid, array) (last_over_time(hpml:job_info{cluster="$cluster"}[$__range]))'
 _RANKS = f"max by (jobid, point) (max_over_time(hpml:run_ranks:max{_RUNS}[$__range]))"
 _FEWEST = f"on () group_left () min({_RANKS})"
 _BASE = f"on () group_left () (max({_SPEED} and on (jobid) ({_RANKS} == {_FEWEST})) > 0)"
-# A sweep of other parameters than the number of ranks has no speedup to show.
+# A sweep with one number of ranks has no speedup.
 _SPEEDUP = f"({_SPEED} / {_BASE} and on () (max({_RANKS}) > min({_RANKS})))"
 _EFFICIENCY = f"{_SPEEDUP} / ({_RANKS} / {_FEWEST})"
 

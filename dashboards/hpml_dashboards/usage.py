@@ -11,7 +11,7 @@ _HOUR = 3600  # of seconds; a watt-hour has as many joules
 
 
 def _kept(figure: str) -> str:
-    """Return what each job did in the time range, in seconds or joules; see rules hpml-usage."""
+    """Return each job's sum over the time range, in seconds or joules; see the rules hpml-usage."""
     return f"sum_over_time(hpml:job_{figure}:increase1h{_CHOSEN}[$__range])"
 
 
@@ -30,7 +30,7 @@ def _unused(by: str = "") -> str:
 
 
 def _columns(by: str) -> dict[str, str]:
-    """Return the columns of a table with a row for each combination of labels, worst 25 first."""
+    """Return the columns of a table with one row per combination of labels, the worst 25."""
     worst = f"and on ({by}) topk(25, {_unused(by)})"
     return {
         "GPU-hours": f"{_hours(_GPUS, by)} {worst}",
@@ -89,6 +89,8 @@ _CONTENT: list[Panel | str] = [
         height=9,
         sort="Hours",
         none="Nothing found",
+        source=_GPUS,
+        remedy="figures are stored once per hour",
     ),
     "Over time",
     lines(

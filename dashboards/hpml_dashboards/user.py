@@ -1,4 +1,4 @@
-"""The dashboard of a user: their jobs, and how well these use what they have."""
+"""The dashboard of a user: their jobs, and how well these use their resources."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hpml_dashboards.panels import (
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
 _SEEN = f"last_over_time({_MINE}[$__range])"
 _OTHERS = '{cluster=~"$cluster|"}'
-# Whether the Slurm exporter shows users (--users). A user without jobs has no series, so ask for
-# anybody's, and for fair shares in case the queue is empty.
+# Whether the Slurm exporter shows users (--users). A user without jobs has no series, so query
+# those of all users, and fair shares in case the queue is empty.
 _SHOWN = (
     f"last_over_time(hpml_slurm_user_jobs{_OTHERS}[$__range]) "
     f"or hpml_slurm_user_fairshare_ratio{_OTHERS}"

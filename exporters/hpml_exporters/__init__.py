@@ -14,7 +14,7 @@ __all__ = ["NodeCollector"]
 
 
 def __getattr__(name: str) -> type[NodeCollector]:
-    """Import what is asked for: a lean process that needs little of it stays lean."""
+    """Import on demand, so that a process which needs little stays small."""
     if name == "NodeCollector":
         from hpml_exporters.app import NodeCollector  # noqa: PLC0415 - for users of the API
 

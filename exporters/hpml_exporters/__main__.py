@@ -1,7 +1,7 @@
 """`python -m hpml_exporters OPTIONS_JSON`: the exporter of a node as a lean process.
 
-Exit statuses: 0 on request, 2 wrong options, 75 a driver call does not return (start me
-again), those of `hpml_orchestrator.errors` for what else is wrong.
+Exit statuses: 0 on request, 2 for wrong options, 75 if a driver call does not return (start the
+exporter again), those of `hpml_orchestrator.errors` for other errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(words: list[str], load: Load = _load_node) -> int:
 
     Args:
         words: the arguments.
-        load: returns the options, and collectors other than a node's.
+        load: parses the options; also returns collectors other than a node's.
     """
     from hpml_exporters.app import block_signals, print_once, run  # noqa: PLC0415 - signals first
 
@@ -79,10 +79,10 @@ def program(load: Load = _load_node) -> NoReturn:
     _open_standard_descriptors()
     status = main(sys.argv[1:], load)
     for stream in (sys.stdout, sys.stderr):
-        # It is None where the caller closed it; and whoever read it may be gone.
+        # It is None if the caller closed it, and its reader may be gone.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    os._exit(status)  # threads that wait in a driver or for a client keep nobody
+    os._exit(status)  # do not wait for threads in a driver call or with a client
 
 
 if __name__ == "__main__":

@@ -98,10 +98,10 @@ EXIT_STUCK = 75
 """A driver call does not return: start me again."""
 
 _LOOK_SECONDS = 1.0
-_SUMMARY_SECONDS = (1.0, 5.0)  # looks as often as GPUs are read, within these bounds
+_SUMMARY_SECONDS = (1.0, 5.0)  # reads as often as the GPU collector, within these bounds
 _WRITE_SECONDS = 30.0
 _END_SECONDS = 5.0
-_GZIP_LEVEL = 1  # the answer travels once, and is a tenth of its size already
+_GZIP_LEVEL = 1  # compressed once, to a tenth of its size
 
 
 class NodeCollector(Sampler):
@@ -109,7 +109,7 @@ class NodeCollector(Sampler):
 
         REGISTRY.register(NodeCollector())
 
-    It reads in separate threads from then on, until `stop`.
+    It reads in separate threads until `stop`.
     """
 
     def __init__(self, options: NodeOptions | None = None) -> None:
@@ -140,7 +140,7 @@ class ExporterPages:
 
         Args:
             accept: the header `Accept`.
-            names: of the only series that are wanted; empty: all.
+            names: of the series to return; empty: all.
             gzip: compressed.
         """
         try:
@@ -151,7 +151,7 @@ class ExporterPages:
             body = encode(self._registry.restricted_registry(names))
         else:
             openmetrics = content_type.startswith("application/openmetrics-text")
-            # What is left is little: prometheus_client's own families and the server's.
+            # The others are few: families of prometheus_client and of the server.
             body = self._text(openmetrics=openmetrics).encode() + encode(self._others)
         return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
 
@@ -165,7 +165,7 @@ class ExporterPages:
         return text
 
     def health(self) -> tuple[bool, str]:
-        """Return whether no reading is stuck, and in words what is stuck or failed."""
+        """Return whether no reading is stuck, and a description of stuck or failed ones."""
         return self._sampler.health()
 
 
@@ -181,7 +181,7 @@ class _ServerCollector:
 
 
 class _SummaryWriter:
-    """Adds up the job's figures in a separate thread, and writes them regularly.
+    """Sums up the job's figures in a separate thread, and writes them regularly.
 
     Its errors never affect the metrics.
     """
@@ -199,13 +199,13 @@ class _SummaryWriter:
         self._thread.start()
 
     def end(self) -> None:
-        """Write the last figures; waits a few seconds for that at most."""
+        """Write the last figures, waiting a few seconds at most."""
         self._ended.set()
         self._thread.join(_END_SECONDS)
 
     def _follow(self) -> None:
         while not self._ended.wait(self._pause):
-            # A short job whose exporter is killed loses at most half of its figures, while the
+            # A short job loses at most half of its figures if its exporter is killed, while the
             # nodes of a large job do not keep writing to the shared file system.
             later = time.monotonic() + self._pause  # until which nobody writes, if not now
             due = later - self._written > min(_WRITE_SECONDS, (later - self._began) / 2)
@@ -223,7 +223,7 @@ class _SummaryWriter:
 
 
 def sources_of(options: NodeOptions) -> list[CollectorSource]:
-    """Return the enabled collectors; the jobs' comes first, as others depend on it."""
+    """Return the enabled collectors, that of the jobs first: others depend on it."""
     context = Context(options)
     names = [name for name in COLLECTORS if name not in options.without]
     names.sort(key=lambda name: name != "jobs")
@@ -258,7 +258,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
         _LOG.critical("%s: ending for a new start", why)
         if summary:
             summary.end()
-        os._exit(EXIT_STUCK)  # a thread that hangs in a driver lets no other way
+        os._exit(EXIT_STUCK)  # a thread may hang in a driver call
 
     sampler = Sampler(
         sources_of(options) if sources is None else sources,
@@ -292,7 +292,7 @@ def run(options: NodeOptions, sources: Iterable[CollectorSource] | None = None) 
 
 
 def print_once(options: NodeOptions) -> int:
-    """Print what /metrics has after one reading, without a server; returns the exit status."""
+    """Print the metrics after one reading, without a server, and return the exit status."""
     # Ctrl-C ends it, even while a driver's call does not return to Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -328,8 +328,8 @@ def block_signals() -> set[signal.Signals]:
 def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
     """Return at a signal, or after the parent process has ended.
 
-    Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
-    `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).
+    Not with sigtimedwait: if the process was stopped for longer than its time-out, as by
+    `scontrol suspend`, Python returns a signal that nobody sent (seen with 3.9 to 3.13).
     """
     if parent:
         threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()

@@ -64,22 +64,22 @@ class NodeOptions:
         any_port: take a free port if that of `listen` is in use, as several jobs of a node
             may want one port.
         web_config: file in Prometheus' web-config format (TLS, users); empty: none.
-        without: names of collectors that are off.
+        without: names of disabled collectors.
         gpu_interval: seconds between two readings of GPUs.
         job_interval: seconds between two readings of the jobs' control groups.
         process_interval: seconds between two looks at processes.
         node_interval: seconds between two readings of disks and networks.
-        stuck_seconds: after which a reading that has not ended counts as stuck: its series go.
+        stuck_seconds: after which an unfinished reading counts as stuck and its series disappear.
         exit_seconds: after which a stuck reading ends the process for its supervisor.
         cluster: name of the cluster, for the label of that name; empty: no label.
         node: name of this node; empty: that of the machine, up to the first dot.
         job: set by the node agent: only this job is exported.
-        address_file: is written with the address that is listened on, once it is; empty: none.
+        address_file: receives the address once the server listens; empty: none.
         once: print one reading instead of serving.
-        summary_file: is written with the job's figures, at the end and now and then; empty: none.
-        feed_fd: inherited descriptor (a unix datagram socket) that brings what ranks say; -1: none.
-        parent_pid: the exporter ends when its parent is another than this; 0: never.
-        roots: where the kernel's file systems are.
+        summary_file: receives the job's figures, regularly and at the end; empty: none.
+        feed_fd: inherited descriptor (a Unix datagram socket) with the ranks' messages; -1: none.
+        parent_pid: the exporter ends when it has another parent; 0: never.
+        roots: mount points of the kernel's file systems.
     """
 
     listen: str = "127.0.0.1:9445"
@@ -116,7 +116,7 @@ class NodeOptions:
         """Return the options in a line of JSON.
 
         Raises:
-            ValueError: it is not such an object.
+            ValueError: it is not an object of options.
         """
         data = json.loads(text)
         unknown = set(data) - {one.name for one in fields(cls)}
@@ -138,7 +138,7 @@ class Context:
 
     Attributes:
         options: of the exporter.
-        jobs: the jobs of the node; the collector `jobs` posts them, others look.
+        jobs: the jobs of the node; the collector `jobs` posts them, others read them.
     """
 
     options: NodeOptions
@@ -146,7 +146,7 @@ class Context:
 
 
 def check(options: NodeOptions) -> None:
-    """Refuse invalid options.
+    """Raise an error if an option is invalid.
 
     Raises:
         InputError: one of them is wrong; its field is the option's name.
@@ -175,7 +175,7 @@ def check(options: NodeOptions) -> None:
 
 
 def cluster_name() -> str:
-    """Return the name in this node's slurm.conf, as jobs have it in SLURM_CLUSTER_NAME."""
+    """Return the ClusterName in this node's slurm.conf, as in SLURM_CLUSTER_NAME."""
     for path in (os.environ.get("SLURM_CONF"), *_SLURM_CONFS):
         with contextlib.suppress(OSError):
             text = Path(path or "").read_text("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""What a job used of one node, added up from the snapshots of its exporter.
+"""A job's use of one node, summed up from the snapshots of its exporter.
 
-The file is complete at any moment. It holds the counters of each start of the exporter, which are
-added up when they are read: neither a killed exporter nor a short job leaves a gap.
+The file is complete at any moment. It has the counters of each start of the exporter; readers add
+them up, so neither a killed exporter nor a short job leaves a gap.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GPU_METRICS = {
 }
 """Metrics of GPUs: counters, then those of which the mean over time is kept, then peaks."""
 
-_MEMORY = ("rss", "shmem")  # page cache is the kernel's to take back
+_MEMORY = ("rss", "shmem")  # the kernel can reclaim page cache
 _BUSY_SHARE = "busy_seconds_share"
 _INSTANT_SECONDS = 1e-6  # weight of a single look
 _STEADY_SECONDS = 10.0
@@ -72,8 +72,8 @@ class JobSummary:
     """Figures of the job that the options name, on this node.
 
     Args:
-        options: of the exporter; an earlier exporter's file of the same job is continued.
-        now: when the exporter began, by time.monotonic().
+        options: of the exporter; it continues the file of the job's earlier exporter.
+        now: start of the exporter, by time.monotonic().
     """
 
     def __init__(self, options: NodeOptions, now: float | None = None) -> None:
@@ -94,7 +94,7 @@ class JobSummary:
         self._resume(options.summary_file)
 
     def note(self, snapshot: Samples) -> None:
-        """Add what happened since the previous snapshot; noting one twice does no harm."""
+        """Add the changes since the previous snapshot; a repeated snapshot changes nothing."""
         step = max(0.0, snapshot.monotonic - self._last)
         self._last = max(self._last, snapshot.monotonic)
         self._seconds += step
@@ -175,7 +175,7 @@ class JobSummary:
             grown = self._count(key, value, before=before)
             passed = self._last - self._busy_at.get(key, self._last)
             if name == "busy_seconds":
-                # Before the first look it is unknown how long the collector had been counting.
+                # The start of the collector's count is unknown before the first snapshot.
                 if passed > 0:
                     # May exceed 1: GPUs are sampled and aggregated at different intervals.
                     self._mean(f"{key}_share", grown / passed, passed)
@@ -186,7 +186,7 @@ class JobSummary:
             self._mean(key, value, step)
 
     def _own_gpus(self, families: Mapping[str, Metric]) -> set[str]:
-        """Return the GPUs of the job; every visible one if the job's were never known."""
+        """Return the GPUs of the job, or all visible ones if the job's were never known."""
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
         if family is not None:
@@ -216,7 +216,7 @@ class JobSummary:
         return found
 
     def _count(self, key: str, value: float, *, before: float) -> float:
-        """Note a counter; returns what it has grown since the last look.
+        """Record a counter, and return its growth since the last snapshot.
 
         `before` is what it counted for this job when any exporter first read it.
         """
@@ -240,7 +240,7 @@ class JobSummary:
                 if any(name in f"{group}{key}".split("/") for name in _SINCE_EXPORTER):
                     before_it = first  # it began at 0 with this start
                 elif key in last:
-                    # Those of driver and kernel went on: what happened meanwhile is the job's.
+                    # Counters of driver and kernel continued, and their growth counts for the job.
                     before_it = max(0.0, first - last[key])
                 else:
                     before_it = before

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from hpml_exporters.gpu.collector import Session
 from hpml_exporters.gpu.figures import Field, GpmMetric, NvmlCall
 from hpml_exporters.gpu.reader import Question
-from hpml_exporters.gpu.session import Session
 
 from deploy.gpusim.gpusim import Simulator, State, h100
 
@@ -121,11 +121,11 @@ def measure(gpus: int, readings: int) -> None:
     """Print the table; runs with the simulator's library."""
     session = Session(1.0, {}, "/sys")
     session.discover(lambda devices: devices)
-    plan = [(every, question) for every, _, question in session.readers[0].plan]
+    plan = [(max(1, round(one.period)), one.question) for one in session.readers[0].plan]
     print("| call | figures | calls/s | us a call | us/s |\n|---|---|---|---|---|")
     total = 0.0
     for index, (every, question) in enumerate(plan):
-        asked = [reader.plan[index][2] for reader in session.readers]
+        asked = [reader.plan[index].question for reader in session.readers]
         begun = time.thread_time()
         for _ in range(readings // every + 20):
             for one in asked:

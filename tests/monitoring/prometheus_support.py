@@ -13,16 +13,18 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pytest
+from ruamel.yaml import YAML
 
 from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
+_SHIPPED = Path(__file__).parents[2] / "deploy/prometheus/prometheus.yml"
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BOOT_SECONDS = 240.0
 _END_SECONDS = 60.0
@@ -187,6 +189,15 @@ def files(job: str, *patterns: str | Path, **more: Any) -> dict[str, Any]:
         "scrape_timeout": "1s",
         "file_sd_configs": [{"files": list(map(str, patterns)), "refresh_interval": "1s"}],
     } | more
+
+
+def of_jobs(pattern: str | Path) -> dict[str, Any]:
+    """The scrape config of jobs' own exporters as we ship it, with these target files."""
+    shipped = YAML(typ="safe").load(_SHIPPED.read_text("utf-8"))["scrape_configs"]
+    (config,) = (one for one in shipped if one["job_name"] == "hpml-job")
+    return files("hpml-job", pattern) | {
+        name: rules for name, rules in config.items() if name.endswith("relabel_configs")
+    }
 
 
 def program(name: str) -> str:

@@ -113,7 +113,7 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
     "ShmNearlyFull": {
         f"hpml_shm_used_bytes{{{ON}}}": ("95", "50"),
         f"hpml_shm_size_bytes{{{ON}}}": ("100", "100"),
-        f"hpml_shm_staged_bytes{{{ON}}}": ("0", "0"),
+        f"hpml_shm_staged_bytes{{{ON}}}": ("_", "0"),  # unknown before the first walk
     },
     "DiskNearlyFull": {
         f'hpml_filesystem_free_bytes{{{ON},mountpoint="/tmp"}}': ("4", "6"),
@@ -179,8 +179,12 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
             "0+60",
             "0+0",
         ),
+        'hpml_slurm_refresh_interval_seconds{instance="s1",job="hpml-slurm"}': ("30", "30"),
     },
-    "SlurmFiguresOld": {"hpml_slurm_last_refresh_timestamp_seconds": ("0+0", "0+60")},
+    "SlurmFiguresOld": {
+        "hpml_slurm_last_refresh_timestamp_seconds": ("0+0", "0+60"),
+        "hpml_slurm_refresh_interval_seconds": ("30", "30"),
+    },
 }
 
 
@@ -288,6 +292,22 @@ QUIET: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             f'hpml_gpu_info{{{ON},uuid="G2"}}': "1x9 stale",
         },
     ),
+    "Slurm is asked every ten minutes": (
+        ("SlurmFiguresOld",),
+        {
+            "hpml_slurm_last_refresh_timestamp_seconds": " ".join(
+                [*(f"{600 * number}x9" for number in range(13)), "7800"]
+            ),
+            "hpml_slurm_refresh_interval_seconds": "600",
+        },
+    ),
+    "a new Prometheus finds jobs that ended yesterday": (
+        ("JobsEndedOutOfMemory",),
+        {
+            'hpml_slurm_jobs_ended_total{partition="a",state="out_of_memory"}': "3",
+            "hpml_slurm_last_refresh_timestamp_seconds": "0+60",
+        },
+    ),
     "a job stages 2 TB": (
         ("GpuAllocatedWithoutProcess",),
         {
@@ -365,15 +385,22 @@ def test_alerts_are_silent_on_ordinary_days(promtool: Promtool, tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_gpu_with_fewer_lanes_than_the_others_of_its_node(
-    promtool: Promtool, tmp_path: Path
-) -> None:
-    """It was so when the exporter first saw it: a riser that does not sit."""
-    widths = {
+FIRST_SEEN: dict[str, dict[str, str]] = {
+    "GpuPcieDegraded": {  # one of eight: a riser that does not sit
         f'hpml_gpu_pcie_link_width{{{ON},uuid="G{gpu}"}}': "8" if gpu == 3 else "16"
         for gpu in range(8)
-    }
-    test = quiet(("GpuPcieDegraded",), widths)
+    },
+    "JobsEndedOutOfMemory": {  # the counter appears with the first such job of its partition
+        'hpml_slurm_jobs_ended_total{partition="a",state="out_of_memory"}': "_x60 1",
+        "hpml_slurm_last_refresh_timestamp_seconds": "0+60",
+    },
+}
+
+
+@pytest.mark.parametrize("alert", FIRST_SEEN)
+def test_what_was_so_when_it_was_first_seen(alert: str, promtool: Promtool, tmp_path: Path) -> None:
+    """Values without a change, which nothing before them shows to be new."""
+    test = quiet((alert,), FIRST_SEEN[alert])
     test["promql_expr_test"][0]["exp_samples"][0]["value"] = 1
     path = tmp_path / "test.yml"
     path.write_text(json.dumps({"rule_files": [str(RULES / "hpml-alerts.yml")], "tests": [test]}))

@@ -23,7 +23,7 @@ from deploy.gpusim.gpusim import Process, State, a100
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import ROOT, Desk, install_prolog
 from tests.monitoring.gpusim_support import Gpusim
-from tests.monitoring.prometheus_support import files, static
+from tests.monitoring.prometheus_support import of_jobs, static
 from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
 
@@ -341,7 +341,7 @@ def test_a_job_monitors_itself(
     """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
     gpusim = Gpusim(node.gpus, gpusim_library)  # nodes have a private /tmp
     state = gpusim.write(four_gpus())
-    server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
+    server = prometheus([of_jobs(node.disk / "records/targets/*.json")])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
     with training(node, resources=resources, monitor=True) as (job, desk, run):
         # without a prolog's map, Slurm's GPU numbers cannot be resolved, but use can be seen

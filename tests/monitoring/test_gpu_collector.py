@@ -179,3 +179,20 @@ def test_throttled_time_has_one_reason_at_a_time(gpu_collector: Start) -> None:
     for gpu, reason in zip(gpus, cases, strict=True):
         counted = seen.all("hpml_gpu_throttled_seconds_total", uuid=gpu.uuid)
         assert [labels["reason"] for labels, number in counted if number] == [reason]
+
+
+def test_slow_figures_keep_their_periods_when_readings_are_rare(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """At the slowest pace, a reading every 16 s, no throttled time is lost and no limit is old."""
+    state = State(gpus=(a100(0, throttle_hw_slowdown=1, power_enforced=400),))
+    running = gpu_collector(state)
+    running.sample()
+    for number in range(1, 21):
+        seen = running.sample(ahead=16 * number)
+    throttled = seen.one("hpml_gpu_throttled_seconds_total", reason="hw_slowdown")
+    assert throttled == pytest.approx(320, abs=17)
+    gpusim_library.write(state.changed(0, power_enforced=300), running.path)
+    for number in (21, 22):
+        seen = running.sample(ahead=16 * number)
+    assert seen.one("hpml_gpu_power_limit_watts") == 300

@@ -249,8 +249,8 @@ def test_what_fails_in_the_beginning_is_tried_again(
     assert not seen.all("hpml_gpu_memory_temperature_celsius")
     assert not seen.all("hpml_gpu_utilization_ratio")
     gpusim_library.write(state, running.path)
-    for _ in range(5):  # temperatures are read at every fifth tick
-        seen = running.sample()
+    for second in range(1, 6):  # temperatures are read every five seconds
+        seen = running.sample(ahead=second)
     assert seen.one("hpml_gpu_memory_temperature_celsius") == 66
     assert seen.one("hpml_gpu_utilization_ratio") == 0.12
 

@@ -14,7 +14,7 @@ from hpml_exporters.app import ALL
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.prometheus import Prometheus
-from tests.monitoring.prometheus_support import booted_prometheus, files
+from tests.monitoring.prometheus_support import booted_prometheus, of_jobs
 from tests.patience import eventually
 from tests.unit.local_runs import Desk
 
@@ -209,9 +209,7 @@ def test_a_real_job_until_prometheus_is_gone(prometheus: BootPrometheus, tmp_pat
     command = [sys.executable, str(tmp_path / "rank.py"), str(ROOT / "training_jobs")]
     made = desk.json("submit", "--local", desk.job(name="train", command=command, monitor=True))
     try:
-        server = prometheus(
-            [files("hpml", tmp_path / "records/targets/*.json", honor_labels=True)], **RULES
-        )
+        server = prometheus([of_jobs(tmp_path / "records/targets/*.json")], **RULES)
 
         def shown(source: str, url: str) -> dict[str, Any]:
             (job,) = desk.json("top", "--prometheus", url)["jobs"]

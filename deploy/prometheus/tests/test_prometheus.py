@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.monitoring import prometheus_support
-from tests.monitoring.prometheus_support import files, program, static
+from tests.monitoring.prometheus_support import files, of_jobs, program, static
 from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
@@ -116,6 +116,28 @@ def test_targets_come_and_go_with_their_file(
     assert server.wait_for('up{job="jobs"} == 1')[0].labels["jobid"] == "7"
     (tmp_path / "targets" / "7.json").unlink()
     server.wait_for("up", lambda found: not found)
+
+
+def test_a_job_cannot_pass_for_another_target(
+    prometheus: BootPrometheus, node_exporter: str, tmp_path: Path
+) -> None:
+    """Neither its metrics nor its target file decide on `job` and `instance`."""
+    forged = 'job="hpml-node",instance="n1:9445"'
+    tell(tmp_path, f'# TYPE lost gauge\nlost{{{forged},jobid="8"}} 1\n')
+    labels = {"job": "hpml-node", "instance": "n1:9445", "jobid": "7", "user": "ada"}
+    target = [{"targets": [node_exporter], "labels": labels}]
+    (tmp_path / "7.json").write_text(json.dumps(target), "utf-8")
+    server = prometheus([of_jobs(tmp_path / "*.json")])
+    (found,) = server.wait_for("lost")
+    assert found.labels == {
+        "__name__": "lost",
+        "job": "hpml-job",
+        "instance": node_exporter,
+        "jobid": "8",  # of a metric that has it
+        "user": "ada",
+    }
+    (up,) = server.query("up")
+    assert (up.labels["job"], up.labels["instance"]) == ("hpml-job", node_exporter)
 
 
 def test_a_prometheus_ends_with_its_test(tmp_path: Path) -> None:

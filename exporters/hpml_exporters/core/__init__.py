@@ -1,1 +1,1 @@
-"""What every exporter of hpml consists of: metrics, collectors and their rhythm."""
+"""What all exporters share: metrics, collectors and their schedule."""

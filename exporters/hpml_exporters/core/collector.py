@@ -1,9 +1,9 @@
-"""What a collector is: something with a name and an interval that reads and returns families."""
+"""Metrics, and collectors: objects with a name and an interval that read and return families."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -43,7 +43,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 
 
 class _Line(NamedTuple):
-    """What all samples of one series have in common.
+    """The constant part of a series.
 
     Attributes:
         start: of its line in the text formats, up to the value.
@@ -156,14 +156,14 @@ class MetricSpec:
         """Return these series as a family; a counter below zero or NaN is left out.
 
         Raises:
-            ValueError: a sample has not the labels of this metric.
+            ValueError: a sample does not have the labels of this metric.
             TypeError: a label is not text, a value is not a number, or not a histogram if one is
                 wanted.
         """
         rows: list[tuple[_Line, float]] = []
         lines, counter, histogram = self._lines, self.type == "counter", self.type == "histogram"
         for labels, value in samples:
-            # Every series of every reading comes through here: only new ones pay for their text.
+            # All series of all readings pass here: format only new ones.
             values = tuple(labels)
             if histogram or isinstance(value, Histogram):
                 rows += self._buckets(values, value)
@@ -249,9 +249,9 @@ def metric(name: str, help_: str, labels: str = "", *, source: str = "") -> Metr
 
 
 class NotHereError(Exception):
-    """There is nothing to read on this machine now: no driver, no such file system.
+    """Nothing to read on this machine now, such as no driver or no such file system.
 
-    The collector shows no series, which is not a failure; it is tried again a minute later.
+    The collector shows no series, which is not a failure; the next attempt is a minute later.
     """
 
 
@@ -271,9 +271,9 @@ class Collector(Protocol):
     """One source of metrics. It reads in a separate thread, which may hang in a call.
 
     Attributes:
-        name: of the switch (`--no-gpu`) and the label `collector`.
+        name: used in the option (`--no-gpu`) and the label `collector`.
         interval: seconds between two readings.
-        specs: all metrics it can ever return.
+        specs: all metrics that it can return.
     """
 
     name: str
@@ -311,11 +311,11 @@ class CollectorState:
     """The state of one collector.
 
     Attributes:
-        outcome: of the last reading.
-        families: what is shown of it.
+        outcome: result of the last reading.
+        families: its metrics to show.
         posted: when it ended, by time.monotonic().
         duration: how long it took, seconds.
-        last_success: when the last good one ended, seconds since the epoch; 0: never.
+        last_success: when the last successful one ended, seconds since the epoch; 0: never.
         errors: readings that failed.
         stuck_readings: readings that did not end in time.
         stuck: one of these has not ended.
@@ -449,3 +449,48 @@ def server_families(
             _DROPPED: [((reason,), number) for reason, number in dropped.items()],
         }
     )
+
+
+# Sums of counters that come and go.
+
+Part: TypeAlias = tuple[tuple[str, ...], Hashable, Sequence[float]]
+"""The counters of a mount: labels of its sum, key of the mount, counters by column."""
+
+
+class Totals:
+    """Sums the counters of several mounts; the sum does not fall when one is unmounted.
+
+    A plain sum would fall then. Prometheus would take that for a reset, and `rate()` would count
+    the traffic of the remaining mounts again.
+
+    Args:
+        columns: metric of each counter, and its labels after those of the sum.
+    """
+
+    def __init__(self, columns: Sequence[tuple[MetricSpec, tuple[str, ...]]]) -> None:
+        self._columns = columns
+        self._values: Mapping[Hashable, Sequence[float]] = {}
+        self._totals: Mapping[tuple[str, ...], Sequence[float]] = {}
+
+    def update(self, parts: Iterable[Part]) -> dict[MetricSpec, list[Row]]:
+        """Add the growth of the parts since the last call, and return the series.
+
+        A repeated source counts once. A sum without parts is dropped.
+        """
+        zero = [0.0] * len(self._columns)
+        values: dict[Hashable, Sequence[float]] = {}
+        totals: dict[tuple[str, ...], Sequence[float]] = {}
+        for labels, source, now in parts:
+            if source in values:
+                continue
+            values[source] = now
+            total = totals.get(labels, self._totals.get(labels, zero))
+            # A part that fell was mounted again: its whole count is growth.
+            grown = zip(total, now, self._values.get(source, zero), strict=True)
+            totals[labels] = [sum_ + (new - old if new >= old else new) for sum_, new, old in grown]
+        self._values, self._totals = values, totals
+        rows: dict[MetricSpec, list[Row]] = {}
+        for labels, total in totals.items():
+            for (spec, more), value in zip(self._columns, total, strict=True):
+                rows.setdefault(spec, []).append(((*labels, *more), value))
+        return rows

@@ -43,7 +43,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class CollectorSource:
-    """A collector before it is made: its name, and what makes it (raising as `sample` may)."""
+    """A collector's name and factory; the factory may raise the errors of `sample`."""
 
     name: str
     make: Callable[[], Collector]
@@ -70,7 +70,7 @@ class Samples:
 
     Attributes:
         families: of all collectors, one per metric; a family may have no series.
-        time: when they were put together, seconds since the epoch.
+        time: when they were collected, seconds since the epoch.
         monotonic: the same by time.monotonic().
     """
 
@@ -80,12 +80,12 @@ class Samples:
 
 
 class _Slot:
-    """One collector and its state; its own thread calls `read`, others look at the attributes.
+    """One collector and its state; its thread calls `read`, other threads read the attributes.
 
     Attributes:
         name: of the collector.
-        interval: seconds between two readings; 1 until the collector is made.
-        state: what is known; replaced as a whole.
+        interval: seconds between two readings; 1 until the collector is created.
+        state: result of its readings; replaced, never changed.
         reading: number of the current reading; 0: none.
         thread: the kernel's number of the thread that reads.
     """
@@ -161,7 +161,7 @@ class _Slot:
 
     def shown(self) -> CollectorState:
         """Return the state, with its families built."""
-        # Outside the lock: a generator may take long, and `read` must not wait for a scrape.
+        # Without the lock: a generator may take long, and `read` must not wait for a scrape.
         state = self.state
         try:
             shown = replace(state, families=tuple(state.families))
@@ -201,7 +201,7 @@ class _Slot:
                 self._warn_of_error(error)
 
     def _warn_of_error(self, error: Exception) -> None:
-        """Log an error, each kind once an hour: a kind is an exception class at a line of code."""
+        """Log an error at most once an hour per exception class and line of code."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -271,7 +271,7 @@ class Sampler:
         self._begin("watchdog", self._watch)
 
     def read_once(self) -> None:
-        """Read every collector here and now, without threads: for one look, without a server."""
+        """Read every collector once in this thread, without a server."""
         for slot in self._slots:
             slot.read()
 
@@ -279,7 +279,7 @@ class Sampler:
         """End the threads and close the collectors; a stuck one is left behind.
 
         Args:
-            last_reading: have every collector read once more before.
+            last_reading: first read every collector once more.
         """
         self._last_reading = last_reading
         self._ended.set()
@@ -292,7 +292,7 @@ class Sampler:
         return [family for family in self.snapshot().families if series_count(family)]
 
     def describe(self) -> Iterable[Metric]:
-        """Return all families that may ever be shown, without series."""
+        """Return all families, without series."""
         return [spec.family() for spec in self._specs]
 
     def snapshot(self) -> Samples:
@@ -305,7 +305,7 @@ class Sampler:
             return self._snapshot
 
     def health(self) -> tuple[bool, str]:
-        """Return whether the exporter works, and in words which collectors do not.
+        """Return whether the exporter works, and a description of failing collectors.
 
         A failed reading does not make the exporter unhealthy: a restart would not help.
         """
@@ -336,10 +336,10 @@ class Sampler:
         slot.close()
 
     def _watch(self) -> None:
-        """Look for readings that do not end; runs in the watchdog's thread.
+        """Find readings that do not end; runs in the watchdog's thread.
 
-        Only time in which the watchdog itself ran counts: after the process was stopped or frozen
-        for a while, nothing is stuck.
+        Count only time in which the watchdog ran: a process that was stopped or frozen has no stuck
+        reading.
         """
         tick = min(_TICK_SECONDS, self._stuck_seconds / 4)
         ages = dict.fromkeys(self._slots, (0, 0.0))
@@ -356,7 +356,7 @@ class Sampler:
                     stuck = "collector %s: a reading has not ended for %.0f s"
                     _LOG.error(stuck, slot.name, age)
                 # An exit does not end a thread in state D: the process would stay and serve
-                # nothing. Then it is better to keep serving the other collectors.
+                # nothing. Keep serving the other collectors instead.
                 if age >= self._exit_seconds and self._give_up and not slot.hangs_in_kernel():
                     give_up, self._give_up = self._give_up, None
                     give_up(f"collector {slot.name}: stuck for {age:.0f} s")
@@ -401,7 +401,7 @@ def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
 def next_due(origin: float, interval: float, now: float) -> float:
     """Return the next moment of the grid `origin + k * interval` after now.
 
-    Missed moments are skipped: a late collector does not hurry to catch up.
+    Skip missed moments: a late collector does not catch up.
 
     >>> next_due(10.0, 5.0, 12.0), next_due(10.0, 5.0, 15.0), next_due(10.0, 5.0, 31.0)
     (15.0, 20.0, 35.0)

@@ -1,1 +1,1 @@
-"""GPUs: found by nvitop, read by NVML."""
+"""GPUs: nvitop finds them, NVML reads them."""

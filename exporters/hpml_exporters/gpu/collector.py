@@ -12,14 +12,145 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import DriverLostError, MetricSpec, NotHereError, Row
 from hpml_exporters.gpu import figures as gpu
-from hpml_exporters.gpu.devices import GpuDevice, GpuLostError, gpus_on_bus
-from hpml_exporters.gpu.events import XidLog
+from hpml_exporters.gpu.devices import (
+    GpuDevice,
+    GpuLostError,
+    KnownGpu,
+    Nvml,
+    discover,
+    gpus_on_bus,
+)
+from hpml_exporters.gpu.events import XidEvents, XidLog
 from hpml_exporters.gpu.figures import Series
-from hpml_exporters.gpu.jobs import Processes, job_families, process_families, resolve
-from hpml_exporters.gpu.reader import History
-from hpml_exporters.gpu.session import Session
+from hpml_exporters.gpu.jobs import Processes, job_families, process_families, processes_of, resolve
+from hpml_exporters.gpu.reader import History, Reader
 from hpml_exporters.jobs.board import Jobs, JobsBoard
 from hpml_exporters.options import Context
+
+# Everything that ends with the driver: the library, handles, readers, the event set.
+
+
+def _roots(devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
+    names = {device.uuid for device in devices}
+    return [device for device in devices if device.parent not in names]
+
+
+class Session:
+    """An initialised driver and all readers on it.
+
+    Attributes:
+        driver: its version, empty if unknown.
+        readers: of the GPUs and instances that are shown and answer.
+        devices: all GPUs and instances that answer.
+        shown: the devices to show.
+        lost: devices that did not answer at the last `discover`.
+        events: XID errors.
+    """
+
+    def __init__(self, interval: float, histories: dict[str, History], sys: str) -> None:
+        """Initialise the driver.
+
+        Args:
+            interval: seconds between two readings.
+            histories: by UUID; they outlive this object.
+            sys: mount point of sysfs.
+
+        Raises:
+            NotHereError: no driver is installed.
+            DriverLostError: it does not work.
+        """
+        self._nvml = Nvml()
+        self._interval, self._histories, self._sys = interval, histories, sys
+        self.driver = self._nvml.driver_version()
+        self.readers: list[Reader] = []
+        self.devices: Sequence[GpuDevice] = ()
+        self.shown: Sequence[GpuDevice] = ()
+        self.lost: list[GpuDevice] = []
+        self.events = XidEvents(self._nvml, ())
+        self._known: dict[int, KnownGpu] = {}
+
+    @property
+    def roots(self) -> Sequence[GpuDevice]:
+        """The shown devices that can be lost alone: GPUs, and instances of hidden GPUs."""
+        return _roots(self.shown)
+
+    def discover(self, select: Callable[[Sequence[GpuDevice]], Sequence[GpuDevice]]) -> None:
+        """Find the GPUs and instances, keeping the readers of unchanged ones.
+
+        Args:
+            select: returns the devices to show.
+
+        Raises:
+            DriverLostError: nothing answers.
+        """
+        before = [device.handle for device in self.shown]
+        devices, self.lost = discover(self._nvml, self._known, self._sys)
+        shown = select(devices)
+        wanted = {device.key for device in shown}
+        # A new reader probes every source of its GPU: keep readers with a valid handle.
+        kept = {reader.device.key: reader for reader in self.readers}
+        for key in kept.keys() - wanted:
+            kept.pop(key).close()
+        self.readers = []
+        bad: set[str] = set()
+        for device in shown:
+            try:
+                self.readers.append(kept.get(device.key) or self._reader(device))
+            except GpuLostError:
+                bad.add(device.parent or device.uuid)
+        self.devices, self.shown = devices, shown
+        self.lost += [root for root in _roots(shown) if {root.uuid, root.parent} & bad]
+        for uuid in bad:
+            self._take_out(uuid)
+        if [device.handle for device in self.shown] != before:
+            self._register()
+
+    def remove(self, uuid: str) -> None:
+        """Remove a GPU with all its instances."""
+        self._take_out(uuid)
+        self._register()
+
+    def processes(self, device: GpuDevice) -> dict[int, int | None] | None:
+        """Return bytes of GPU memory by process id; None while the list cannot be read.
+
+        Raises:
+            DriverLostError: nothing answers.
+        """
+        try:
+            return processes_of(self._nvml, device)
+        except GpuLostError:  # the next reading finds it lost as well
+            return None
+
+    def close(self) -> None:
+        """Release everything; blocks for as long as the driver is stuck."""
+        self.events.close()
+        for reader in self.readers:
+            reader.close()
+        self.readers = []
+        self._nvml.shutdown()
+
+    def _reader(self, device: GpuDevice) -> Reader:
+        history = self._histories.setdefault(device.uuid, History(self._interval))
+        return Reader(self._nvml, device, history)
+
+    def _take_out(self, uuid: str) -> None:
+        for reader in self.readers:
+            if _belongs(reader.device, uuid):
+                reader.close()
+                # The history stays: if the GPU comes back, its totals continue where they were.
+                reader.history.pause()
+        self.readers = [each for each in self.readers if not _belongs(each.device, uuid)]
+        self.devices = [each for each in self.devices if not _belongs(each, uuid)]
+        self.shown = [each for each in self.shown if not _belongs(each, uuid)]
+
+    def _register(self) -> None:
+        self.events.close()
+        self.events = XidEvents(self._nvml, [each for each in self.shown if not each.parent])
+
+
+def _belongs(device: GpuDevice, uuid: str) -> bool:
+    return uuid in {device.uuid, device.parent}
+
 
 LOOK_SECONDS = 30.0
 """Between two searches for GPUs and MIG instances that came or went."""
@@ -29,6 +160,8 @@ BUDGET_SECONDS = 0.01
 """What one reading of all GPUs may cost, as a mean of ten, before readings become rarer."""
 _WINDOW = 10
 _RAREST = 16
+_RAREST_SECONDS = 60.0
+"""Between two readings; well below the longest gap over which rates are integrated."""
 _SPECS = {spec.name: spec for spec in gpu.SPECS}
 
 Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
@@ -37,10 +170,10 @@ Values = Sequence[tuple[GpuDevice, Mapping[Series, float]]]
 
 @dataclass
 class _CountsSinceStart:
-    """What an exporter has counted since its start, across collectors.
+    """Counts since the exporter's start; they outlive a collector.
 
     Attributes:
-        log: XID errors; those that ended a driver are still wanted after it was reloaded.
+        log: XID errors; those from before a reload of the driver stay.
         histories: of each GPU, by UUID.
     """
 
@@ -55,8 +188,9 @@ _COUNTS: weakref.WeakKeyDictionary[JobsBoard, _CountsSinceStart] = weakref.WeakK
 class _Pace:
     """Ticks between two readings; doubled when ten readings have exceeded their budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float) -> None:
         self._every = 1
+        self._rarest = max(1, min(_RAREST, int(_RAREST_SECONDS / interval)))
         self._ticks = self._readings = 0
         self._spent = 0.0
 
@@ -71,7 +205,7 @@ class _Pace:
             return
         allowed = BUDGET_SECONDS * self._readings * self._every
         if self._spent > allowed:
-            self._every = min(2 * self._every, _RAREST)
+            self._every = min(2 * self._every, self._rarest)
         # Speeding up doubles the cost per tick. From a quarter of the budget that ends at half of
         # it; from half it would end at the limit, and the pace would swing back and forth.
         elif self._spent < allowed / 4:
@@ -83,7 +217,7 @@ class GpuCollector:
     """The collector of all GPUs of the node, or of one job's.
 
     Attributes:
-        name: of the switch and the label.
+        name: of the option and the label.
         interval: seconds between two samples.
         specs: all metrics it can return.
     """
@@ -104,8 +238,8 @@ class GpuCollector:
         Args:
             context: options and jobs.
             clock: gives Unix time, for the time of XID errors.
-            look: seconds between two looks for GPUs.
-            retry: first and longest wait, in seconds, before a lost GPU is looked for.
+            look: seconds between two searches for GPUs.
+            retry: first and longest wait, in seconds, before searching for a lost GPU.
         """
         self.interval = context.options.gpu_interval
         self._context = context
@@ -114,7 +248,7 @@ class GpuCollector:
         self._retry = retry
         self._wait = retry[0]
         self._session: Session | None = None
-        self._pace = _Pace()
+        self._pace = _Pace(self.interval)
         self._known: dict[str, GpuDevice] = {}
         self._down: dict[str, GpuDevice] = {}
         self._used: set[str] = set()
@@ -127,7 +261,7 @@ class GpuCollector:
         kept = _COUNTS[context.jobs]
         self._log, self._histories = kept.log, kept.histories
         for history in self._histories.values():
-            history.pause()  # nobody saw what was between
+            history.pause()  # nothing was read in between
         self._next_look = self._next_retry = self._next_processes = 0.0
         self._processes: Processes = {}
         self._jobs: Jobs | None = None
@@ -152,7 +286,7 @@ class GpuCollector:
             raise
 
     def close(self) -> None:
-        """Release everything that the driver holds for us."""
+        """Release all resources of the driver."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -166,12 +300,12 @@ class GpuCollector:
         for reader in tuple(session.readers):
             gpu_uuid = reader.device.parent or reader.device.uuid
             try:
-                if gpu_uuid not in lost:  # else it was closed with its GPU
+                if gpu_uuid not in lost:  # else it was closed together with its GPU
                     reader.read(now)
             except GpuLostError:
                 lost.add(gpu_uuid)
                 self._lose(session, reader.device, now)
-        # A call that sleeps costs no CPU time, but all others wait for it.
+        # A sleeping call costs no CPU time but delays the others.
         self._pace.spend(time.thread_time() - cpu + (time.perf_counter() - wall) / 20)
         session.events.poll(self._log, self._clock())
         jobs = self._context.jobs.now
@@ -214,10 +348,10 @@ class GpuCollector:
             if not session.devices and not self._down and not self._nameless:
                 raise NotHereError("the NVIDIA driver has no GPU")
         except NotHereError as error:
-            if self._histories:  # somebody has unloaded the driver under a working exporter
+            if self._histories:  # the driver was unloaded while the exporter ran
                 raise DriverLostError(f"{error}; GPUs were read before") from None
             present = gpus_on_bus(options.roots.sys)
-            if present and options.job is None:  # a job need not be allowed to see them
+            if present and options.job is None:  # a job may have no access to them
                 raise DriverLostError(f"{error}; but there is a GPU at {present[0]}") from None
             raise
         return session
@@ -231,7 +365,7 @@ class GpuCollector:
         if before and not self._known and not session.lost and not self._down:
             raise DriverLostError("the NVIDIA driver no longer lists a GPU")
         named = {device.uuid: device for device in session.lost if device.uuid}
-        # Nothing shows whose a silent GPU is: a job counts only those that it has seen answering.
+        # A silent GPU's owner is unknown: a job counts only GPUs that have answered before.
         if self._context.options.job is not None:
             named = {uuid: device for uuid, device in named.items() if uuid in before}
         self._note_missing({**named, **before}, now)
@@ -252,7 +386,7 @@ class GpuCollector:
         self._next_processes = now
 
     def _note_missing(self, were: dict[str, GpuDevice], now: float) -> None:
-        """Note which of these GPUs do not answer, and when to try again."""
+        """Record which of these GPUs do not answer, and when to try again."""
         up = {device.pci for device in self._known.values() if device.pci}
         down: dict[str, GpuDevice] = {}
         for uuid, device in {**self._down, **were}.items():
@@ -274,7 +408,7 @@ class GpuCollector:
     def _select(self, session: Session, devices: Sequence[GpuDevice]) -> Sequence[GpuDevice]:
         """Return the GPUs to show: all, or those of the exporter's own job.
 
-        If the job's GPUs are unknown, these are the ones on which it has had a process.
+        If the job's GPUs are unknown, return those on which it has had a process.
         """
         job = self._context.options.job
         if job is None:
@@ -298,10 +432,10 @@ class GpuCollector:
             )
         return [device for device in devices if device.uuid in own]
 
-    # What is shown ---------------------------------------------------------------------------
+    # Families ------------------------------------------------------------------------------
 
     def _families(self, session: Session) -> Iterable[Metric]:
-        """Return what is known now; most families are built when a scrape needs them."""
+        """Return the current families; most are built when a scrape needs them."""
         shown = {device.uuid for device in (*session.shown, *self._down.values())}
         # XID errors are reported for the whole GPU, even if only its instances are shown.
         shown |= {device.parent for device in session.shown}
@@ -329,7 +463,7 @@ class GpuCollector:
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
-            return []  # it is not yet known whose the processes are
+            return []  # the owners of processes are not known yet
         # A job that may use any GPU need not use all of them.
         unknown = options.job is not None and options.job.gpus is None
         there = session.shown if unknown else session.devices
@@ -355,7 +489,7 @@ def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Itera
     rows[gpu.UTILIZATION.name] += _of_split(values)
     for name, samples in rows.items():
         if samples:
-            # Most numbers are the same as at the last scrape; building families is what costs.
+            # Most numbers have not changed since the last scrape, and families are costly.
             if name not in made or made[name][0] != samples:
                 made[name] = samples, _SPECS[name].family(samples)
             yield made[name][1]

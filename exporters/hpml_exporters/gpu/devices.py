@@ -1,4 +1,4 @@
-"""Which GPUs and MIG instances there are, found through nvitop."""
+"""The node's GPUs and MIG instances, found with nvitop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # The driver's library: loaded late, called through ctypes with as little as possible between.
 #
-# nvidia-ml-py and nvitop raise, look up and copy at each call, which is right for discovery and too
-# much for what is called every second; so the hot path takes return codes of the same library.
+# nvidia-ml-py and nvitop raise, look up and copy at each call. That is fine for discovery and too
+# slow for calls made every second, so the hot path uses the library's return codes.
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
@@ -77,16 +77,16 @@ class Nvml:
 
     Attributes:
         nvitop: nvitop's API (`nvitop.api`), for discovery and processes; it asks the same library.
-        error: what nvitop and nvidia-ml-py raise.
+        error: exception class of nvitop and nvidia-ml-py.
     """
 
     def __init__(self) -> None:
         """Load and initialise.
 
         Raises:
-            NotHereError: no driver, no right to ask it, or no nvitop.
-            DriverLostError: there is one, and it does not work: a fault to report, such as
-                the versions of library and kernel module after an upgrade.
+            NotHereError: no driver, no permission to use it, or no nvitop.
+            DriverLostError: the driver does not work, for example because library and kernel
+                module have different versions after an upgrade.
         """
         try:
             # Before anything heavy: most nodes of many clusters have no GPU.
@@ -106,7 +106,7 @@ class Nvml:
             raise kind(f"the NVIDIA driver does not answer: {error}") from None
 
     def call(self, *names: str) -> _Call:
-        """Return the first of these functions that the library has; it returns an NVML code.
+        """Return the first of these functions that the library has. It returns an NVML code.
 
         Args:
             names: newest first; arguments must be ctypes objects.
@@ -138,8 +138,7 @@ class Nvml:
         import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - heavy
 
         # After an upgrade of the driver the old library is still mapped, and dlopen returns that
-        # copy until every user has closed it: without this only a restart of the exporter would
-        # help.
+        # copy until every user has closed it. Otherwise the exporter would need a restart.
         for library in (self._library, pynvml.nvmlLib):
             if library is not None:
                 _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no other way
@@ -203,7 +202,7 @@ class GpuDevice:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What must not change for cached handles to stay valid."""
+        """Cached handles stay valid as long as this key does not change."""
         return (self.uuid, self.mig, self.handle, self.instance)
 
     @cached_property
@@ -233,9 +232,9 @@ def pci_address(text: str) -> str:
 
 
 def gpus_on_bus(sys: str) -> list[str]:
-    """Return PCI addresses of NVIDIA GPUs that the kernel sees, with or without a driver.
+    """Return the PCI addresses of the kernel's NVIDIA GPUs, with or without a driver.
 
-    Those that were given to virtual machines (vfio-pci) are left out.
+    GPUs passed to virtual machines (vfio-pci) are left out.
 
     Args:
         sys: mount point of sysfs.
@@ -258,8 +257,8 @@ def discover(
 ) -> tuple[Sequence[GpuDevice], list[GpuDevice]]:
     """Return all GPUs and MIG instances that answer, and the GPUs that do not.
 
-    nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
-    over all GPUs and instances are not used: they end at the first that gives an error.
+    nvitop's objects for lost GPUs have no handle, and any answer may be NA. Its own loops over GPUs
+    and instances are not used: they end at the first error.
 
     Args:
         nvml: the library.

@@ -1,4 +1,4 @@
-"""XID errors: what the driver reports of a GPU that went wrong."""
+"""XID errors: the driver's reports of failing GPUs."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class _Xid(NamedTuple):
 class XidLog:
     """The errors reported so far; they outlive the driver, and the exporter until it is reloaded.
 
-    A driver does not repeat them, and a GPU that had one may need a reset until somebody acts.
+    A driver does not repeat them, and a GPU with an error may need a reset.
     """
 
     def __init__(self, roots: Roots | None = None) -> None:
-        """Begin with what an earlier exporter saw of the driver that is loaded now.
+        """Start with the errors that an earlier exporter recorded since the driver was loaded.
 
         Args:
             roots: where a node's exporter keeps them, in `run`; None: nowhere.
@@ -66,10 +66,10 @@ class XidLog:
                 for uuid, xid, count, when in data["xids"]:
                     self._seen[str(uuid), str(xid)] = _Xid(int(count), float(when), data["driver"])
         except (OSError, HpmlError, ValueError, LookupError, TypeError):
-            self._seen.clear()  # there is none, or it is damaged
+            self._seen.clear()  # missing or damaged
 
     def save(self) -> None:
-        """Keep new errors for the next exporter; without the right to write they are lost."""
+        """Store new errors for the next exporter; without write permission they are lost."""
         driver = _driver(self._roots) if self._unsaved and self._roots else ""
         self._unsaved = False
         if driver and self._roots:
@@ -88,7 +88,7 @@ class XidLog:
             when: Unix time, seconds.
         """
         name = str(xid)
-        # A failing GPU may report ever new numbers: they must not become ever new series.
+        # A failing GPU may report ever new numbers: limit the number of series.
         if (uuid, name) not in self._seen and sum(one == uuid for one, _ in self._seen) >= _KINDS:
             name = "other"
         before = self._seen.get((uuid, name))
@@ -114,12 +114,12 @@ class XidLog:
 class XidEvents:
     """An event set of the driver, polled without waiting.
 
-    A thread that waits in the driver could not be ended when the driver is stuck; asking once per
-    reading costs some microseconds for all GPUs together.
+    A thread that waits in a stuck driver cannot be ended; polling once per reading costs some
+    microseconds for all GPUs together.
     """
 
     def __init__(self, nvml: Nvml, gpus: Sequence[GpuDevice]) -> None:
-        """Register for the XID errors of these GPUs, as far as they report any."""
+        """Register for the XID errors of these GPUs if they support it."""
         self._free = nvml.call("nvmlEventSetFree")
         self._wait = nvml.call("nvmlEventSetWait_v2", "nvmlEventSetWait")
         register = nvml.call("nvmlDeviceRegisterEvents")
@@ -145,7 +145,7 @@ class XidEvents:
         """
         if not self._open:
             return
-        # Bounded: a GPU that reports without end must not hold up the readings of the others.
+        # Bounded: a GPU that reports endlessly must not delay the readings of the others.
         for _ in range(_AT_ONCE):
             # Any error ends the loop, GPU_IS_LOST too: the readers find out which GPU it is.
             if self._wait(*self._arguments) != SUCCESS:
@@ -163,9 +163,9 @@ class XidEvents:
 
 
 def _driver(roots: Roots) -> str:
-    """Return what names one loading of the driver's kernel module; empty without one.
+    """Return an id of this load of the driver's kernel module; empty without a module.
 
-    The kernel never gives the number of a directory in sysfs twice until the next boot.
+    The kernel reuses no inode number of sysfs until the next boot.
     """
     try:
         number = os.stat(f"{roots.sys}/module/nvidia").st_ino

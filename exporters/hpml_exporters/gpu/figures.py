@@ -1,7 +1,7 @@
-"""What is read of GPUs: one row per figure, with its NVML sources, their unit and its period.
+"""GPU figures: one row per figure, with its NVML sources, their unit and its period.
 
-The reader, the catalogue and docs/metrics.md follow from these rows. `uuid` is the GPU's UUID or,
-for an instance of a GPU that is split (MIG), the instance's.
+The reader, the catalogue, docs/metrics.md and the dashboards' units follow from these rows. `uuid`
+is the UUID of the GPU, or of an instance of a split GPU (MIG).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LINKS = tuple(range(18))
 
 
 class Convert(Protocol):
-    """How an answer of NVML becomes a number of ours."""
+    """Converts an answer of NVML to our unit."""
 
     def __call__(self, number: float, /) -> float | None:
-        """Return the number in our unit; None if it cannot be one, so it is unknown this time."""
+        """Return the number in our unit; None if the answer is impossible and so unknown."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A unit of NVML's and what is physically possible, in ours.
+    """A unit of NVML, and the physically possible range in ours.
 
     Attributes:
         most: the highest possible value.
@@ -50,7 +50,7 @@ class Quantity:
     slack: float = 0.0
 
     def __call__(self, number: float, /) -> float | None:
-        """Return the number in our unit; None if it is outside of what is possible.
+        """Return the number in our unit; None outside the possible range.
 
         >>> _PERCENT(70), _PERCENT(101), _PERCENT(250), _CELSIUS(4294967295)
         (0.7, 1.0, None, None)
@@ -131,7 +131,7 @@ class NvmlCall:
 
 @dataclass(frozen=True)
 class GpmMetric:
-    """A metric of nvmlGpmMetricsGet (Hopper and later); its number, the rest as in `Field`."""
+    """A metric of nvmlGpmMetricsGet (Hopper and later); other attributes as in `Field`."""
 
     number: int
     convert: Convert
@@ -218,7 +218,7 @@ def _utilization(pick: int, total: Total = "") -> NvmlCall:
 
 
 def _memory(second: int, first: int) -> Sequence[NvmlCall]:
-    """Version 2 does not count what the driver keeps for itself as used."""
+    """Version 2 does not count the driver's reserved memory as used."""
     # version 2: version, total, reserved, free, used; version 1: total, free, used
     words = ctypes.c_ulonglong
     name = "nvmlDeviceGetMemoryInfo"
@@ -253,7 +253,7 @@ def _figure(
 
 
 def _described(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield each function of NVML with the numbers that are asked of it."""
+    """Yield each NVML function with the numbers requested from it."""
     numbers: dict[tuple[str, str, str], list[int]] = {}
     for one in sources:
         if isinstance(one, NvmlCall):

@@ -1,4 +1,4 @@
-"""Whose GPUs: processes, names of allocated GPUs to UUIDs, and what each job has and uses."""
+"""The GPUs of jobs: their processes, their allocations as UUIDs, and what each job has and uses."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[tup
 def resolve(names: Iterable[str], devices: Sequence[GpuDevice]) -> tuple[list[str], list[str]]:
     """Return the UUIDs of an allocation's GPUs, and the names that match no GPU.
 
-    A number is the minor number of the device file, never an index. A GPU that is split stands
-    for all of its instances, since nothing else of it can be used.
+    A number is the minor number of the device file, never an index. A split GPU stands for all of
+    its instances, the only usable parts of it.
 
     Args:
         names: minor numbers, device files, UUIDs or PCI addresses.
@@ -83,7 +83,7 @@ def resolve(names: Iterable[str], devices: Sequence[GpuDevice]) -> tuple[list[st
 
 
 def _named(devices: Sequence[GpuDevice]) -> dict[str, list[str]]:
-    """Return the UUIDs that each name stands for; an instance has no other than its UUID."""
+    """Return the UUIDs by name; an instance's only name is its UUID."""
     children: dict[str, list[str]] = {}
     for device in devices:
         if device.parent:
@@ -139,9 +139,9 @@ def job_families(
     Args:
         jobs: all jobs of the node.
         devices: GPUs and instances of the node, lost ones too.
-        processes: who has which GPU open.
+        processes: by GPU.
         cluster: value of the label.
-        only: the job that alone is shown; its allocation is taken from here.
+        only: the only job to show, with its allocation.
     """
     facts = {jobid: job.facts for jobid, job in jobs.by_id.items()}
     if only is not None:
@@ -169,8 +169,8 @@ def job_families(
             counts = _counts(job, own, len(missing[jobid]), mine.keys(), unread)
             for spec, count in counts.items():
                 rows[spec].append((where, count))
-        # Start from the allocation, not from the processes: allocated GPUs without any process
-        # waste most, and would be missing.
+        # Start from the allocation: allocated GPUs without a process waste most, and a loop over
+        # processes would miss them.
         for uuid in dict.fromkeys((*allocated[jobid], *mine)):
             which = (*where, uuid)
             is_allocated = "" if job.gpus is None else str(int(uuid in own))
@@ -223,7 +223,7 @@ def _owners(
     owners: dict[str, str] = {}
     for jobs in (allocated, used):
         fresh: dict[str, str] = {}
-        # Ids are text: the length puts 9 before 10. The owner has to be the same at each reading.
+        # Ids are text: the length sorts 9 before 10. The owner must be the same at each reading.
         for jobid in sorted(jobs, key=lambda jobid: (len(jobid), jobid)):
             for uuid in jobs[jobid]:
                 fresh.setdefault(uuid, jobid)

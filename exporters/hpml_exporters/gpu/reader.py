@@ -1,8 +1,9 @@
-"""Reads one GPU or MIG instance: its sources are chosen once, then asked at their own periods."""
+"""Reads one GPU or MIG instance: chooses its sources once, then reads each at its period."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,10 @@ from hpml_exporters.gpu.devices import (
 )
 from hpml_exporters.gpu.figures import Field, GpmMetric, GpuSeries, NvmlCall, Series, series_on
 
-# GPU performance monitoring (GPM): what multiprocessors and memory did between two readings.
+# GPU performance monitoring (GPM): activity of multiprocessors and memory between two readings.
 #
-# Hopper and later, without root and without DCGM. A sample is the GPU's counters at one moment;
-# NVML computes metrics from two of them, so each value is the exact mean of the time between.
+# It needs Hopper or later, but neither root nor DCGM. A sample has the GPU's counters at one
+# moment; NVML computes metrics from two samples, so each value is an exact mean.
 
 _HEADER = struct.Struct("<IIQQ")  # version, number of metrics, both samples
 _METRIC_SIZE = 40  # sizeof(nvmlGpmMetric_t): id, return code, double, three strings
@@ -35,7 +36,7 @@ class Gpm:
     """The metrics of one GPU or MIG instance."""
 
     def __init__(self, nvml: Nvml, device: GpuDevice) -> None:
-        """Prepare; `open` allocates."""
+        """Prepare; `open` allocates the samples."""
         self._nvml = nvml
         whole = not device.parent
         self._handle = ctypes.c_void_p(device.handle if whole else device.parent_handle)
@@ -47,14 +48,14 @@ class Gpm:
         self.choose(())
 
     def choose(self, numbers: Sequence[int]) -> None:
-        """Read these metrics from now on (NVML_GPM_METRIC_...)."""
+        """Choose the metrics to read (NVML_GPM_METRIC_...)."""
         self._count, self._taken = len(numbers), False
         for index, number in enumerate(numbers):
             struct.pack_into("<I", self._buffer, _HEADER.size + _METRIC_SIZE * index, number)
         self._layout = struct.Struct("<" + "4xId24x" * len(numbers))
 
     def open(self) -> bool:
-        """Allocate two samples; returns whether the GPU has GPM.
+        """Allocate two samples, and return whether the GPU has GPM.
 
         Raises:
             GpuLostError: it does not answer.
@@ -80,7 +81,7 @@ class Gpm:
             free(self._samples.pop())
 
     def read(self) -> tuple[Code, Sequence[tuple[Code, float]]]:
-        """Take a sample; returns NVML's code, and code and value of each chosen metric.
+        """Take a sample, and return NVML's code, and code and value of each chosen metric.
 
         The first sample gives no metrics: they need two samples.
         """
@@ -101,9 +102,9 @@ class Gpm:
         return code, list(zip(flat[::2], flat[1::2], strict=True))
 
 
-# Questions to the driver: each is one call that answers several rows.
+# Questions: driver calls that each answer several rows.
 #
-# Arguments are made once; nothing is copied or looked up at a reading.
+# Arguments are prepared once, so a reading copies and looks up nothing.
 
 Number = float | None
 """A value in our unit; None if it is unknown this time."""
@@ -122,10 +123,10 @@ _TYPES: tuple[Callable[[int], float], ...] = (
 
 
 class Question(Protocol):
-    """One call of the driver.
+    """One driver call.
 
     Attributes:
-        rows: what it answers.
+        rows: the series that it answers.
         codes: NVML's code for each row, of the last call.
     """
 
@@ -133,7 +134,7 @@ class Question(Protocol):
     codes: Sequence[Code]
 
     def ask(self) -> Sequence[Number] | None:
-        """Return a number for each row; None if a later call will have the first ones.
+        """Return a number for each row; None if only later calls have numbers.
 
         Raises:
             GpuLostError: the GPU does not answer.
@@ -150,7 +151,7 @@ def questions(
         nvml: the library.
         device: the GPU or instance.
         rows: of `figures.series_on`.
-        gpm: of this device; None: it has none.
+        gpm: of this device, if it has GPM.
     """
     fields = [row for row in rows if isinstance(row.source, Field)]
     if fields:
@@ -237,8 +238,8 @@ class _FieldValues:
 
     def _sum(self, source: Field, known: Sequence[tuple[int, Code, int]]) -> tuple[Code, Number]:
         good = [_TYPES[kind](raw) for kind, code, raw in known if code == SUCCESS]
-        # A link that the GPU does not have is left out. One that has no data now makes the sum
-        # unknown: without it the sum would be too low.
+        # Leave out links that the GPU does not have. A link without data now makes the sum unknown:
+        # it would be too low.
         silent = [code for _, code, _ in known if code not in (SUCCESS, *UNSUPPORTED)]
         if silent or not good:
             return (*silent, known[0][1])[0], None
@@ -268,7 +269,7 @@ class _GpmMetrics:
             self.codes = (code,) * len(self.rows)
             return None if code == SUCCESS else [None] * len(self.rows)
         self.codes = [result for result, _ in results]
-        # NaN and negative numbers have been seen when a GPU wakes up: they convert to None.
+        # GPUs that wake up have returned NaN and negative numbers: they convert to None.
         return [
             convert(number) if result == SUCCESS else None
             for convert, (result, number) in zip(self._converts, results, strict=True)
@@ -278,8 +279,8 @@ class _GpmMetrics:
 _Target = tuple[Series, Callable[[float, float], float] | None]
 _OF_GPU, _OF_INSTANCE = series_on("gpu"), series_on("instance")
 
-# A driver call that stalls for a minute must not look like an idle GPU, while nobody knows what a
-# GPU did during an hour without readings.
+# A driver call that stalls for a minute must not look like an idle GPU, but after an hour without
+# readings the GPU's use is unknown.
 _GAP_SECONDS = 120.0
 _GAP_INTERVALS = 2.5
 
@@ -312,14 +313,41 @@ class _Total:
 
 
 @dataclass
+class _Turn:
+    """A question and when to ask it.
+
+    Attributes:
+        question: the call.
+        targets: the series of each answer, and what adds it to a total.
+        period: seconds between two times; 0: at each reading.
+        lead: seconds by which the second reading comes early.
+        due: when to ask next, monotonic seconds.
+    """
+
+    question: Question
+    targets: Sequence[_Target]
+    period: float
+    lead: float
+    due: float = -math.inf
+
+    def begin(self, now: float, slack: float) -> bool:
+        """Return whether to ask now, or within the slack; then note the next time."""
+        if now < self.due - slack:
+            return False
+        last = now - self.lead if self.due == -math.inf else self.due
+        self.due = max(last + self.period, now)
+        return True
+
+
+@dataclass
 class History:
-    """What is known of one UUID; it outlives handles, readers and the driver.
+    """Values and totals of one UUID; they outlive handles, readers and the driver.
 
     Attributes:
         interval: seconds between two readings.
         values: the latest numbers.
-        chosen: the source of each series that has ever answered: another would make totals jump.
-        totals: of series that are added up here.
+        chosen: the source of each series that has answered: another would make totals jump.
+        totals: of integrated and unwrapped series.
     """
 
     interval: float
@@ -329,7 +357,7 @@ class History:
 
     @cached_property
     def gap(self) -> float:
-        """The longest time without a reading that a rate is still integrated over, in seconds."""
+        """The longest time without a reading over which rates are integrated, in seconds."""
         return max(_GAP_SECONDS, _GAP_INTERVALS * self.interval)
 
     def pause(self) -> None:
@@ -339,7 +367,7 @@ class History:
             total.last = None
 
     def adder(self, row: GpuSeries) -> Callable[[float, float], float] | None:
-        """Return what adds a number, read at a time, to the total of a source that has one."""
+        """Return a function that adds a number to the source's total, if it has one."""
         kind = row.source.total
         if not kind:
             return None
@@ -353,15 +381,14 @@ class Reader:
     """Reads one GPU.
 
     Attributes:
-        device: which.
+        device: the GPU or instance.
         history: its values and totals.
         up: whether anything answered at the last reading.
-        plan: the questions, each with the readings between two times that it is asked, and which
-            of them.
+        plan: the questions with their periods.
     """
 
     def __init__(self, nvml: Nvml, device: GpuDevice, history: History) -> None:
-        """Ask every source once, and keep for each series the best that answers.
+        """Probe every source once, and choose the best for each series.
 
         Raises:
             GpuLostError: the GPU does not answer.
@@ -369,7 +396,6 @@ class Reader:
         """
         self.device, self.history = device, history
         self.up = True
-        self._tick = 0
         self._gpm: Gpm | None = Gpm(nvml, device)
         if not self._gpm.open():
             self._gpm = None
@@ -385,21 +411,21 @@ class Reader:
                 codes[id(row)] = SUCCESS if early else code
         wanted = self._choose(rows, codes)
         self._silent = [row for row in wanted if row.key not in history.chosen]
-        # Rows with long periods are due at different readings on each GPU, so that no single
-        # reading has to ask all of them.
+        # Rows with long periods are due at different readings on each GPU, so that no reading has
+        # to read all of them.
         phase = zlib.crc32(device.uuid.encode())
-        self.plan: list[tuple[int, int, Question]] = []
-        self._targets: list[Sequence[_Target]] = []
+        self.plan: list[_Turn] = []
         for period in sorted({row.figure.period for row in wanted}):
-            # What is wanted every second is wanted at each reading.
-            every = max(1, round(period / history.interval)) if period > 1 else 1
+            # Rows with a period of a second, or shorter than the interval, are read each time.
+            seconds = period if period > max(1, history.interval) else 0
             same = [row for row in wanted if row.figure.period == period]
             for index, question in enumerate(questions(nvml, device, same, self._gpm)):
-                self.plan.append((every, (index + phase) % every, question))
-                self._targets.append([(row.key, history.adder(row)) for row in question.rows])
+                targets = [(row.key, history.adder(row)) for row in question.rows]
+                lead = (index + phase) % seconds if seconds else 0
+                self.plan.append(_Turn(question, targets, seconds, lead))
 
     def read(self, now: float) -> None:
-        """Ask what is due.
+        """Read all rows that are due.
 
         Args:
             now: seconds, monotonic.
@@ -409,22 +435,21 @@ class Reader:
             DriverLostError: nothing does.
         """
         asked = answered = False
-        values, tick = self.history.values, self._tick
-        for (every, offset, question), targets in zip(self.plan, self._targets, strict=True):
-            # The first reading asks everything: no series may appear only minutes later.
-            if (tick + offset) % every and tick:
+        values, slack = self.history.values, self.history.interval / 2
+        for turn in self.plan:
+            # The first reading reads all: no series may appear only minutes later.
+            if not turn.begin(now, slack):
                 continue
             asked = True
-            numbers = question.ask()
-            answered = answered or SUCCESS in question.codes
+            numbers = turn.question.ask()
+            answered = answered or SUCCESS in turn.question.codes
             if numbers is None:  # GPM's first sample succeeds without a value
                 continue
-            for (key, add), number in zip(targets, numbers, strict=True):
-                if number is None:  # what cannot be read now is absent, never stale
+            for (key, add), number in zip(turn.targets, numbers, strict=True):
+                if number is None:  # an unknown value is absent, never stale
                     values.pop(key, None)
                 else:
                     values[key] = number if add is None else add(number, now)
-        self._tick += 1
         if self._silent:
             self._note_choice()
         if asked:
@@ -433,18 +458,18 @@ class Reader:
             self.history.pause()
 
     def _note_choice(self) -> None:
-        """Note the sources that have answered for the first time."""
+        """Record the sources that have answered for the first time."""
         history = self.history
         history.chosen.update((row.key, row) for row in self._silent if row.key in history.values)
         self._silent = [row for row in self._silent if row.key not in history.chosen]
 
     def close(self) -> None:
-        """Release what the driver holds for this reader."""
+        """Release the driver's resources of this reader."""
         if self._gpm is not None:
             self._gpm.close()
 
     def _choose(self, rows: Sequence[GpuSeries], codes: dict[int, int]) -> list[GpuSeries]:
-        """Return one source per series; what fails for now is asked again at its period."""
+        """Return one source per series; one that fails now is tried again at its period."""
         best: dict[Series, GpuSeries] = {}
         for row in rows:
             code = codes[id(row)]

@@ -1,1 +1,1 @@
-"""Jobs: found on the node, and what they use."""
+"""Jobs on the node, and their use of resources."""

@@ -1,4 +1,4 @@
-"""The jobs of this node as one immutable view, and the board where all collectors look it up."""
+"""The jobs of this node as one immutable view, and the board that collectors read it from."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def job_key(jobid: str, cluster: str) -> str:
 
 
 def facts_of(data: Mapping[str, object]) -> JobFacts:
-    """Return the facts in a parsed JSON object; fields of the wrong type count as unknown.
+    """Return the facts in a parsed JSON object; fields with a wrong type count as unknown.
 
     Raises:
         ValueError: it names no job.
@@ -152,8 +152,7 @@ def facts_of(data: Mapping[str, object]) -> JobFacts:
             known["gpus"] = tuple(map(str, value))
         elif isinstance(one.default, str) and isinstance(value, str):
             known[one.name] = value[:_LONGEST_TEXT]
-        # Not isinstance: to JSON's reader `true` is an int, but it is no time and no number of
-        # ranks.
+        # Not isinstance: in Python `true` is an int, but neither a time nor a number of ranks.
         elif type(value) is type(one.default):
             known[one.name] = value
     return JobFacts(jobid, **known)
@@ -226,14 +225,14 @@ class _Root:
 
 @dataclass
 class _Known:
-    """What is remembered of a job's directory from one look to the next.
+    """State of a job's directory between two searches.
 
     Attributes:
         jobid: empty as long as it is unknown.
         links: link count of the directory when its groups were listed; -1: list them again.
         groups: those that may have processes, each with its step; slurmstepd's have the step "".
-        relist_at: look at which they are listed again in any case.
-        alive_at: last look at which there was a process.
+        relist_at: search that lists them again in any case.
+        alive_at: last search that found a process.
     """
 
     jobid: str
@@ -244,12 +243,12 @@ class _Known:
 
 
 class GroupJobs:
-    """Finds the jobs in control groups, of all slurmd of this machine.
+    """Finds the jobs in control groups of all slurmd on this machine.
 
     Args:
         proc: mount point of procfs.
         cgroup: of version 2, or the directory with a directory per controller of version 1.
-        only: the one job id that is wanted; empty: all.
+        only: the only job id to find; empty: all.
     """
 
     def __init__(self, proc: str, cgroup: str, only: str = "") -> None:
@@ -262,7 +261,7 @@ class GroupJobs:
         self._looks = 0
 
     def look(self, now: float) -> list[FoundJob]:
-        """Return the jobs that have control groups, one for each slurmd that has the job.
+        """Return the jobs with control groups, one per slurmd that has the job.
 
         Args:
             now: monotonic seconds.
@@ -283,11 +282,11 @@ class GroupJobs:
         return []
 
     def _search(self, now: float) -> None:
-        """Search for the directories that hold jobs: now and then, or if one may be new."""
+        """Search for directories of jobs, at intervals or if one may be new."""
         tops = (self._cgroup, f"{self._cgroup}/system.slice", *self._mounts.values())
         links = tuple(map(_links, tops))
-        # A directory's link count changes when one comes or goes in it: a cheap sign that a slurmd
-        # or a slice is new, between two full searches.
+        # A directory's link count changes with its subdirectories: a cheap sign of a new slurmd or
+        # slice between two full searches.
         if links == self._links and now < self._search_at:
             return
         self._links, self._search_at = links, now + _SEARCH_SECONDS
@@ -333,11 +332,11 @@ class GroupJobs:
             steps.setdefault(step, set()).update(set(pids) - {0})
         daemons = steps.pop("", set())
         # Slurm sometimes leaves the groups of an ended job behind. That job would stay for ever,
-        # and claim what its user's running jobs have in /dev/shm.
+        # and the files of its user's running jobs in /dev/shm would count for it.
         if not steps or self._looks - known.alive_at >= _EMPTY_LOOKS:
             return None
         if not known.jobid:
-            # Once read, the id is kept: slurmstepd may end before the last processes of its job.
+            # Keep the id: slurmstepd may end before the last processes of its job.
             names = (self._stepd_job(pid) for pid in sorted(daemons))
             known.jobid = next(filter(None, names), "")
         if not known.jobid or self._only not in {"", known.jobid}:

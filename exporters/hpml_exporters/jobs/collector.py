@@ -14,7 +14,7 @@ from hpml_exporters.jobs.board import JobFacts, JobSeen
 from hpml_exporters.jobs.finder import JobFinder
 from hpml_exporters.options import Context
 
-# Metrics of jobs: who they are, and what their control groups and processes used.
+# Metrics of jobs: their identity, and the use of their control groups and processes.
 
 _INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 
@@ -136,7 +136,7 @@ SPECS = tuple(dict.fromkeys((*GROUP_SPECS, *PROCESS_SPECS)))
 """All of them."""
 
 
-# What the control groups of a job counted, in version 1 and 2 alike.
+# Counts of a job's control groups, version 1 and 2.
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NO_LIMIT = 1 << 60  # version 1 has no word for it, only a number near the largest one
@@ -158,13 +158,13 @@ class JobUsage:
     levels: dict[MetricSpec, int] = field(default_factory=dict)
 
     def set(self, spec: MetricSpec, level: int | None) -> None:
-        """Note a level, if there is one."""
+        """Record a level, if there is one."""
         if level is not None:
             self.levels[spec] = level
 
 
 def read_usage(groups: Mapping[str, str]) -> JobUsage:
-    """Return what the groups of a job counted.
+    """Return the figures of a job's groups.
 
     Args:
         groups: one of `JobSeen.groups`.
@@ -276,10 +276,10 @@ Counters = dict[tuple[str, MetricSpec, str], float]
 
 
 class JobsCollector:
-    """Posts the view of the jobs, and shows what their control groups counted.
+    """Posts the view of the jobs, and shows the counts of their control groups.
 
     Args:
-        context: the exporter's; its board is the one that is posted to.
+        context: of the exporter, with the board to post to.
     """
 
     name = "jobs"
@@ -293,7 +293,7 @@ class JobsCollector:
         self._counters: dict[str, Counters] = {}
 
     def sample(self, now: float) -> list[Metric]:
-        """Look for jobs, post them, and read their groups.
+        """Find the jobs, post them, and read their groups.
 
         Args:
             now: monotonic seconds.
@@ -312,10 +312,10 @@ class JobsCollector:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is open."""
 
     def _usage(self, key: str, seen: JobSeen) -> tuple[list[JobUsage], Counters]:
-        """Return the present figures of a job's groups by slurmd, and their totals so far."""
+        """Return the current figures of a job's groups by slurmd, and their totals."""
         usages = [read_usage(groups) for groups in seen.groups]
         counters = self._counters.setdefault(key, {})
         for usage in usages:
@@ -340,7 +340,7 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
 
 
 def _measure(rows: Rows, label: Sequence[str], usages: list[JobUsage], counters: Counters) -> None:
-    """Add what the job's groups show; the counters include groups that have ended."""
+    """Add the figures of the job's groups; the counters include groups that have ended."""
     totals: dict[tuple[MetricSpec, str], float] = {}
     for (_, spec, more), value in counters.items():
         totals[spec, more] = totals.get((spec, more), 0.0) + value

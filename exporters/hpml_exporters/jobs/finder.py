@@ -2,8 +2,8 @@
 
 `SLURM_JOB_ID` in an environment identifies a job if Slurm uses no control groups
 (proctrack/linuxproc), and always for a run of hpml's local backend, whose SLURM_CLUSTER_NAME is
-`local-` and six digits. Users can write anything into an environment: so a job has only the
-processes of the user who used its id first, and the jobs of a user have a limit.
+`local-` and six digits. Users can write anything into an environment, so a job has only the
+processes of the user who used its id first, and the number of jobs per user is limited.
 
 The prolog's map of a job (`identity.read_map`) says that the job lives, with processes or without.
 """
@@ -38,7 +38,7 @@ from hpml_orchestrator.records.files import names_in
 # Whose a job is: the prolog's map, the user of its processes, and their environment.
 
 LARGEST_MAP = 16384  # bytes; templates/prolog writes less than 4 KiB
-# Whatever is in the place of a map, a link must not lead elsewhere and a FIFO must not block.
+# In place of a map there may be a link to another file, or a FIFO that would block.
 _MAP_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MAP_NAME = re.compile(r"[1-9][0-9]{0,9}\.json", re.ASCII)
@@ -62,14 +62,14 @@ _NAME_RETRY_SECONDS = 600.0
 
 @dataclass
 class _Known:
-    """What is kept of a job from one look to the next.
+    """State of a job between two searches.
 
     Attributes:
-        whose: its user as it was found: without control groups the next job of this number may be
-            another's.
+        whose: its user when it was found: without control groups the next job with this number
+            may be another user's.
         uid: of its user as its processes show it; -1 unknown.
         looks: since this user was known.
-        told: the job by the environment of its processes.
+        told: the facts in the environment of its processes.
         pids: its processes at the last look that found any.
     """
 
@@ -102,12 +102,12 @@ class Identities:
             del self._known[key]
 
     def facts(self, job: FoundJob, now: float) -> JobFacts:
-        """Return what is known of a job.
+        """Return the facts about a job.
 
         The environment, which users can change, only completes the map's or the agent's facts.
 
         Args:
-            job: as it was found, of all slurmd of this machine.
+            job: as found, merged from all slurmd of this machine.
             now: monotonic seconds.
         """
         known = self._known.get(job.key)
@@ -122,7 +122,7 @@ class Identities:
             known.looks, known.told = 0, None
         known.pids = pids or known.pids
         known.looks += 1
-        # A rank may begin long after its job: look again after 1, 2, 4, 8, … looks.
+        # A rank may begin long after its job: try again after 1, 2, 4, 8, … searches.
         if known.uid >= 0 and known.looks & (known.looks - 1) == 0:
             self._ask(job, known)
         facts = self._own
@@ -130,7 +130,7 @@ class Identities:
             facts = read_map(self._roots.run, job.jobid)
         is_settled = is_certain or known.uid > 0
         if facts is not None and is_settled and facts.uid not in {-1, known.uid}:
-            facts = None  # left behind by another job of this number
+            facts = None  # a leftover of another job with this number
         facts = facts or JobFacts(job.jobid)
         uid = known.uid if is_settled or facts.uid < 0 else facts.uid
         facts = _completed(facts, known.told)
@@ -163,10 +163,10 @@ class Identities:
 class UserNames:
     """Names of users; their directory service may be slow or down.
 
-    A separate thread looks them up, and is waited for only briefly.
+    A separate thread looks them up; callers wait only briefly.
 
     Args:
-        lookup: name by number; raises KeyError for an unknown user, OSError if that is unclear.
+        lookup: returns a name by number; raises KeyError for an unknown user, OSError on failure.
     """
 
     def __init__(self, lookup: Callable[[int], str] | None = None) -> None:
@@ -208,8 +208,8 @@ def _system_name(uid: int) -> str:
 def read_map(run: str, jobid: str) -> JobFacts | None:
     """Return the facts in the prolog's map `{run}/jobs/<jobid>.json`; None if it is not trusted.
 
-    It is trusted if it and its directory belong to root or to this process's user, nobody else may
-    write to them, it is a small regular file, was written since boot, and is about that job.
+    It is trusted if it and its directory belong to root or this process's user, nobody else may
+    write to them, and it is a small regular file about that job, written since boot.
     """
     directory = f"{run}/jobs"
     try:
@@ -217,7 +217,7 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
     except OSError:
         return None
     with open(descriptor, "rb") as stream:
-        # Of the open file: its name could point to another one by now.
+        # Check the open file: its name could point to another one by now.
         about = os.fstat(descriptor)
         is_trusted = stat.S_ISREG(about.st_mode) and all(
             one.st_uid in {0, os.geteuid()} and not one.st_mode & _OTHERS_WRITE
@@ -240,8 +240,8 @@ def read_map(run: str, jobid: str) -> JobFacts | None:
 def mapped_jobs(run: str, seen: Collection[str]) -> list[str]:
     """Return the ids of further jobs that the prolog's maps in `{run}/jobs` name.
 
-    The epilog removes a job's map. One that it left behind ends with the next job on its GPUs, or
-    a day after its time limit, which may have been extended.
+    The epilog removes a job's map. A leftover map counts until the next job on its GPUs, or until a
+    day after its time limit, which may have been extended.
 
     Args:
         run: directory of the node's maps.
@@ -284,7 +284,7 @@ def _gpus(step: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names of this node's GPUs in the environment of a process; None: unknown.
 
     A step inherits the batch script's variables, which name the GPUs of the job's first node.
-    Numbers are places in Slurm's list, which `/etc/hpml/gpus` translates, as for the prolog.
+    Numbers are positions in Slurm's list, which `/etc/hpml/gpus` translates, as in the prolog.
     """
     names = tuple(values.get("SLURM_JOB_GPUS", "").split(","))
     nodes = values.get("SLURM_JOB_NUM_NODES") or values.get("SLURM_NNODES")
@@ -315,7 +315,7 @@ MOST_PER_USER = max(64, os.cpu_count() or 1)
 _MOST = 4 * MOST_PER_USER
 _JOBID = re.compile(r"[1-9][0-9]{0,9}")
 _STEP = re.compile(r"[0-9]{1,10}")
-# The site's own programs, and what they leave running, are not the job's.
+# The site's programs, and their remaining processes, do not belong to the job.
 _SITES = ("prolog_slurmd", "epilog_slurmd", "prolog_slurmctld", "epilog_slurmctld")
 # Those of one machine's jobs that may have the same number: local jobs count from 1 in every
 # directory of records, and a machine may be several nodes of a job.
@@ -324,13 +324,13 @@ _YOUNG_SECONDS = 30.0  # a process that was forked may still start its program
 
 
 class JobFinder:
-    """Looks at control groups and at environments.
+    """Finds jobs in control groups and in environments.
 
     Once a job in a control group was seen, other processes that name a job in their environment,
     such as what outlived it, belong to no job; runs of the local backend still count.
 
     Args:
-        options: where the file systems are, and the one job of an exporter inside of a job.
+        options: mount points, and the only job of an exporter inside a job.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -349,7 +349,7 @@ class JobFinder:
         self._warned: set[str] = set()
 
     def look(self, now: float) -> Jobs:
-        """Return the jobs that are here.
+        """Return the jobs on this node.
 
         Args:
             now: monotonic seconds.
@@ -357,7 +357,7 @@ class JobFinder:
         found = [] if self._groups is None else self._groups.look(now)
         if found and not self._has_groups:
             self._has_groups = True
-            # What was found before may stem from the jobs' prologs: forget it.
+            # Earlier finds may be processes of the jobs' prologs: forget them.
             self._identities.keep(())
         if not (self._is_own and self._has_groups):
             found += self._in_environments(found, now)

@@ -26,7 +26,7 @@ _IO = (collector.IO_SYSCALL_READ, collector.IO_SYSCALL_WRITE, collector.IO_READ,
 _NO_IO = (0,) * len(_IO)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_GRACE_SECONDS = 60.0  # a job whose groups were missed once must not begin again at zero
+_GRACE_SECONDS = 60.0  # a job whose groups are missing once must not restart at zero
 _BUDGET_SECONDS = 0.05  # of CPU time per look: some 3,000 processes
 _FIRST_WAIT_SECONDS = 5.0
 _STAT_LOOKS = 3  # after which parent and threads of a process are read again
@@ -59,7 +59,7 @@ class ProcessTotals:
         self._processes: dict[int, _Counted] = {}
 
     def seen(self, pid: int, parent: int, start: int, counts: tuple[int, ...]) -> None:
-        """Note the counters of a process, with those of its ended children."""
+        """Record the counters of a process, with those of its ended children."""
         known = self._processes.get(pid)
         process = _Counted(parent, start, counts)
         if known == process:
@@ -86,7 +86,7 @@ class ProcessTotals:
                     self._sums[place] -= count
 
     def total(self) -> tuple[int, ...]:
-        """Return the counters of the job, which never fall: an heir may be a moment late."""
+        """Return the counters of the job, which never fall, even if a parent's counts come late."""
         self._shown = list(map(max, self._shown, self._sums))
         return tuple(self._shown)
 
@@ -114,7 +114,7 @@ class _Process:
 
 @dataclass
 class _Job:
-    """What is kept of one job."""
+    """State of one job."""
 
     seen: float = 0.0
     totals: ProcessTotals = field(default_factory=lambda: ProcessTotals(2 + len(_IO)))
@@ -134,8 +134,8 @@ class ProcessesCollector:
     """Reads the processes of all jobs within a time budget, the least recently read first.
 
     Args:
-        context: the exporter's.
-        budget: CPU seconds for one look; the next look starts with the processes left out.
+        context: of the exporter.
+        budget: CPU seconds per reading; the next reading starts with the skipped processes.
     """
 
     name = "processes"
@@ -152,7 +152,7 @@ class ProcessesCollector:
         self._looks = 0
 
     def sample(self, now: float) -> list[Metric]:
-        """Look at processes and show the sums of their jobs.
+        """Read processes, and return the sums of their jobs.
 
         Args:
             now: monotonic seconds.
@@ -182,7 +182,7 @@ class ProcessesCollector:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is open."""
 
     def _read(self, jobs: Mapping[str, JobSeen], here: frozenset[int], now: float) -> None:
         """Read processes, then add them up: a child must be known to be gone before its parent."""
@@ -246,7 +246,7 @@ class ProcessesCollector:
 
 
 class _Pages:
-    """Anonymous memory of processes; a page counts once, however many processes share it.
+    """Anonymous memory of processes; a shared page counts once.
 
     A fork has its parent's pages until one of them writes: of a training with eight forked loaders
     the sum of sizes would be nine times the memory. /proc/PID/smaps_rollup divides each page by
@@ -311,8 +311,8 @@ def _measure(
 ) -> None:
     user, system, *io = job.totals.total()
     known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
-    # The extern step's `sleep` belongs to Slurm and root; it says nothing about the job. A sum that
-    # lacks any other process is too low, so show how many cannot be read instead.
+    # The extern step's `sleep` belongs to Slurm and root, not to the job. Without any other process
+    # a sum is too low, so show the number of unreadable processes instead.
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:

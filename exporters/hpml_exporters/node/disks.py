@@ -1,11 +1,10 @@
 """Local disks: traffic from /proc/diskstats, and the space of local file systems.
 
-Counted are whole devices with hardware behind them (a `device` link in sysfs): no partitions, loop
-devices, RAM disks, nor what the kernel builds of other disks (md, dm), whose traffic is counted
-there already.
+Only whole hardware devices count (those with a `device` link in sysfs): no partitions, loop
+devices or RAM disks, and no md or dm devices, whose traffic counts at their disks.
 
-No call may wait for a server: statvfs is only made for file systems of a known local type, with
-only such mounted on the way to them, because the way there would hang as well.
+No call may wait for a server: statvfs is called only for file systems of a known local type whose
+parent mounts are local too, as path lookup could hang as well.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ _COLUMNS: tuple[tuple[MetricSpec, int, float], ...] = (
 _FIELDS = 14
 _MAX_DISKS = 64
 _MAX_MOUNTS = 32
-_SMALLEST_BYTES = 16 * 1024**2  # smaller file systems hold no data
+_SMALLEST_BYTES = 16 * 1024**2  # smaller file systems have no user data
 _NO_DISKS = ("sr", "fd", "loop", "ram", "zram")
 _SPACE = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs tmpfs".split())
 _PASSABLE = _SPACE | frozenset("rootfs ramfs devtmpfs overlay squashfs proc sysfs cgroup2".split())
-_SYSTEM = ("/dev/", "/proc/", "/run/", "/sys/")  # RAM file systems of the system's own
+_SYSTEM = ("/dev/", "/proc/", "/run/", "/sys/")  # RAM file systems of the operating system
 
 
 class Disks:
@@ -82,7 +81,7 @@ class Disks:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def _is_disk(self, fields: Sequence[str]) -> bool:
         if len(fields) < _FIELDS or fields[2].startswith(_NO_DISKS):
@@ -91,9 +90,9 @@ class Disks:
         return os.path.exists(f"{self._block}/{fields[2].replace('/', '!')}/device")
 
     def _add_space(self, mount: Mount, rows: dict[MetricSpec, list[Row]]) -> None:
-        """Add the space of a file system, if it is among the first mount points ever seen.
+        """Add the space of a file system, if it is among the first mount points since the start.
 
-        Jobs and containers may mount at ever new places, which must not create series without end.
+        Jobs and containers may use ever new mount points, which must not create unlimited series.
         """
         try:
             space = os.statvfs(mount.point)

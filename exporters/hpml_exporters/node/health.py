@@ -1,4 +1,4 @@
-"""What makes a node unfit for jobs: its clock, file systems, memory, links, heat, stuck processes.
+"""Node health: clock, file systems, memory, links, heat, stuck processes.
 
 A process in uninterruptible sleep waits for a disk or a file server and cannot be ended. Loaders
 that read from a busy server are in that state at almost every reading, but wake up in between: only
@@ -96,7 +96,7 @@ _MAX_DEVICES = 32
 
 
 class _Timex(ctypes.Structure):
-    """`struct timex` of adjtimex(2), up to what is read here; the rest is room for the kernel."""
+    """The start of `struct timex` of adjtimex(2), and room for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -136,7 +136,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Health:
-    """What one reading found; see the metrics. Mappings are by mount point, chip or device.
+    """Results of one reading; see the metrics. Mappings are by mount point, chip or device.
 
     Attributes:
         clock_refused: why the clock cannot be read; empty if it can.
@@ -156,7 +156,7 @@ class Health:
 
 
 def read_health(proc: str = "/proc", sys: str = "/sys", clock: Clock = read_clock) -> Health:
-    """Return what makes the node unfit, as far as it can be read without waiting.
+    """Return the node's health, as far as it can be read without waiting.
 
     Args:
         proc: mount point of procfs.
@@ -179,8 +179,8 @@ def read_health(proc: str = "/proc", sys: str = "/sys", clock: Clock = read_cloc
         sleeping=frozenset(sleeping),
         zombies=zombies,
         read_only={
-            # After an error the kernel makes the file system read-only, but not the mount: one that
-            # was mounted read-only on purpose is so in both places.
+            # After an error the kernel makes the file system read-only, but not the mount. If
+            # somebody mounts it read-only, both are.
             (mount.point, mount.kind): "ro" in mount.options and "rw" in mount.here
             for mount in local_mounts(mounts)
         },
@@ -198,7 +198,7 @@ class NodeHealth:
     specs: Sequence[MetricSpec] = SPECS
 
     def __init__(self, context: Context) -> None:
-        self.interval = 3 * context.options.node_interval  # it looks at every process of the node
+        self.interval = 3 * context.options.node_interval  # it reads every process of the node
         self._roots = context.options.roots
         self._asleep: dict[Sleeper, float] = {}  # since when
         self._warned = False
@@ -239,7 +239,7 @@ class NodeHealth:
         return families({spec: rows.get(spec, []) for spec in SPECS})
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 make = NodeHealth
@@ -249,7 +249,7 @@ def _processes(proc: str) -> tuple[list[Sleeper], int]:
     sleeping, zombies = [], 0
     for pid in process_ids(proc):
         found = stat(proc, pid)
-        # Some of the kernel's own threads sleep so for ever.
+        # Some kernel threads stay in this state for ever.
         if found is not None and found.state == "D" and found.parent != _KTHREADD:
             switches = _SWITCHES.findall(text(f"{proc}/{pid}/status"))
             sleeping.append((pid, found.start, sum(map(int, switches))))

@@ -1,10 +1,9 @@
 """Ports of RDMA devices, InfiniBand and RoCE: traffic, errors and signs of congestion.
 
-Read are the files of /sys/class/infiniband/<device>/ports/<port>
-(Documentation/ABI/stable/sysfs-class-infiniband of the kernel). A device without a counter reads
-"N/A (no PMA)", or the read fails: that series is not shown. AWS's EFA counts bytes in
-`hw_counters`. Of those, which differ between drivers, a few are read that count lost packets and
-congestion.
+The collector reads the files of /sys/class/infiniband/<device>/ports/<port>
+(Documentation/ABI/stable/sysfs-class-infiniband of the kernel). A missing counter reads
+"N/A (no PMA)", or the read fails: that series is absent. AWS's EFA counts bytes in `hw_counters`.
+These differ between drivers; a few of them are read, for lost packets and congestion.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _EVENT_FILES = (
     "hw_counters/np_cnp_sent hw_counters/rp_cnp_handled"
 ).split()
 _COUNTERS: tuple[tuple[MetricSpec, tuple[str, ...], tuple[tuple[str, int], ...]], ...] = (
-    # metric, labels after the port, files of which the first one counts, with their units
+    # metric, labels after the port, files with their units; the first existing file counts
     (_RECEIVED, (), (("counters/port_rcv_data", 4), ("hw_counters/rx_bytes", 1))),
     (_TRANSMITTED, (), (("counters/port_xmit_data", 4), ("hw_counters/tx_bytes", 1))),
     (_WAIT, (), (("counters/port_xmit_wait", 1),)),
@@ -93,7 +92,7 @@ class Infiniband:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 make = Infiniband

@@ -1,15 +1,15 @@
-"""Lustre as its client sees it: bytes and calls by file system, from llite's stats.
+"""Lustre client: bytes and calls by file system, from llite's stats.
 
 The file is `llite/<file system>-<address>/stats`, in /proc/fs/lustre with older versions of Lustre
-and in debugfs (/sys/kernel/debug/lustre, for root and CAP_DAC_READ_SEARCH) with newer ones; a line
-is
+and in debugfs (/sys/kernel/debug/lustre, for root and CAP_DAC_READ_SEARCH) with newer ones. Its
+lines are:
 
     read_bytes    25673 samples [bytes] 1 3366225 145121869
     open          12 samples [usecs] 3 80 411 20011
 
-which is the number of calls, their unit, and minimum, maximum and sum of it (newer versions add the
-sum of squares; older ones count calls as [regs] or [reqs], without more). The other files of a
-mount are left alone: some of them ask the servers, which may hang.
+They have the number of calls, their unit, and its minimum, maximum and sum (newer versions add the
+sum of squares; older ones only count calls, as [regs] or [reqs]). The other files of a mount are
+not read: some of them query the servers, which may hang.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import MetricSpec, NotHereError, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Part, Totals, families, metric
 from hpml_exporters.core.procfs import read
-from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
 _SOURCE = "llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre"
@@ -82,18 +81,18 @@ class Lustre:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def _mounts(self) -> Iterator[Part]:
         for place in self._places:
             try:
                 names = os.listdir(place)
-            except OSError:  # not there, or debugfs, for another user than root
+            except OSError:  # missing, or debugfs, which only root may read
                 continue
             for name in sorted(names)[:_MAX_MOUNTS]:
                 try:
                     text = os.fsdecode(read(f"{place}/{name}/stats"))
-                except OSError:  # in another place, unmounted a moment ago, or not for us
+                except OSError:  # elsewhere, just unmounted, or not readable
                     continue
                 yield (name.rpartition("-")[0],), name, _counted(text)
 

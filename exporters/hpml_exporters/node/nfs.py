@@ -1,16 +1,16 @@
-"""NFS as its client sees it: bytes, requests, their round trips, retransmissions, by export.
+"""NFS client: bytes, requests, their round trips, retransmissions, by export.
 
-Read is /proc/self/mountstats, which the kernel answers without asking any server (format: the
-kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explains the columns):
+The collector reads /proc/self/mountstats, which needs no answer of a server (format: the kernel's
+fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explains the columns):
 
     device server:/export mounted on /mnt/data with fstype nfs4 statvers=1.1
         bytes:  <read> <written> <direct read> <direct written> <from server> <to server> ...
         per-op statistics
             READ: <requests> <transmissions> <time-outs> <sent> <received> <queue> <rtt> <total> ...
 
-Times there are in milliseconds. One file system of a server may be mounted at several places, also
-by parts of it: the kernel counts for all of them together, and repeats it at each. They have one
-device number in /proc/self/mountinfo, and count once.
+Times are in milliseconds. A file system of a server, or parts of it, may be mounted at several
+places: the kernel repeats their common counts at each. These mounts have the same device number in
+/proc/self/mountinfo, and count once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import MetricSpec, NotHereError, families, metric
+from hpml_exporters.core.collector import MetricSpec, NotHereError, Totals, families, metric
 from hpml_exporters.core.procfs import read
-from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 from hpml_orchestrator.records.mounts import parse_mounts, plain_path
 
@@ -31,7 +30,7 @@ _SOURCE = "/proc/self/mountstats"
 _of_export = partial(metric, labels="server export", source=_SOURCE)
 _READ = _of_export(
     "hpml_nfs_read_bytes_total",
-    "Bytes that came from the server (reads from the page cache are not in).",
+    "Bytes that came from the server (without reads from the page cache).",
 )
 _WRITTEN = _of_export("hpml_nfs_written_bytes_total", "Bytes that went to the server.")
 _OPERATIONS = _of_export(
@@ -78,7 +77,7 @@ class _Mount:
         if not all(text.isascii() and text.isdecimal() for text in numbers[:8]):
             return
         if name == "bytes:" and len(numbers) >= 6:  # noqa: PLR2004
-            # The bytes exchanged with the server. The columns before are what programs asked for,
+            # The bytes exchanged with the server. The columns before have the programs' requests,
             # which the page cache may have answered.
             self.values[:2] = map(int, numbers[4:6])
         elif name.isupper() and name != "NULL:" and len(numbers) >= 8:  # noqa: PLR2004
@@ -151,7 +150,7 @@ class Nfs:
         return families(rows)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 make = Nfs
@@ -159,14 +158,14 @@ make = Nfs
 
 def _parse(mountstats: str, mountinfo: str) -> list[_Mount]:
     """Return the NFS mounts; skips lines that are torn or unknown."""
-    devices: dict[str, list[str]] = {}  # several at one path stand in one order in both files
+    devices: dict[str, list[str]] = {}  # several at one path have the same order in both files
     for info in parse_mounts(mountinfo):
         if info.kind in _TYPES:
             devices.setdefault(info.point, []).append(info.device)
     found: list[_Mount] = []
     mount: _Mount | None = None
-    # Not splitlines: the kernel escapes only the newline in mount points, whose names users may
-    # choose. Another line end in one must not begin a line here.
+    # Not splitlines: users choose the names of mount points, and the kernel escapes only newlines
+    # in them. Other line ends must not start a line here.
     for line in mountstats.split("\n"):
         if line.startswith("device "):
             mount = None

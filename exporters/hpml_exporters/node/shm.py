@@ -1,14 +1,14 @@
 """The RAM file system /dev/shm: its size, its use, and the share of each job.
 
-A job's share is what hpml staged for it (data kept for later jobs counts for each job that uses it
-now), and all other files of its user if that user has no other job here. The exporter of a single
-job cannot know of others, and only counts what hpml staged. The kernel's own figure is
+A job's share is the data that hpml staged for it (data for later jobs counts for each job that uses
+it now), and all other files of its user if that user has no other job here. The exporter of a
+single job has no list of other jobs, and counts only staged data. The kernel's own figure is
 `hpml_job_memory_bytes{kind="shmem"}`, of the job's control group: it includes files that are
 deleted but open, and leaves out a dataset that another job brought. Where Slurm gives each job a
 /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
 
-Users may put anything there. A FUSE file system mounted on a directory or file, whose server never
-answers, would block any access by name (lstat, open). So each entry is opened with O_PATH, which
+Users may put anything there. A FUSE file system whose server never answers, mounted on a directory
+or file, would block any access by name (lstat, open). So each entry is opened with O_PATH, which
 reaches no file system (open(2)); the kernel's record of that descriptor (/proc/PID/fdinfo, proc(5))
 names its mount; and only entries on the mount of /dev/shm are read, through that descriptor, so
 that no mount or rename can come in between. Links are not followed.
@@ -49,7 +49,7 @@ _OF_JOB = metric(
 )
 _STAGED = metric(
     "hpml_shm_staged_bytes",
-    "Memory of the data that hpml staged to /dev/shm, for jobs that run or come.",
+    "Memory of the data that hpml staged to /dev/shm, for running and later jobs.",
     source="a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
 SPECS = (_SIZE, _USED, _STAGED, _OF_JOB)
@@ -71,7 +71,7 @@ _LOCKS_BYTES = 1 << 20  # some 18,000 locks: the kernel takes longer than linear
 Owner = tuple[int, str]
 """A user, and the key in `Jobs` of one of their jobs; empty: what is no certain job's."""
 
-_OF_STORES: Owner = (-1, "staged")  # counts all that is staged once, however many jobs use it
+_OF_STORES: Owner = (-1, "staged")  # counts staged data once, for any number of jobs
 
 
 class Shm:
@@ -96,7 +96,7 @@ class Shm:
             raise NotHereError(f"no {self._root}") from error
         size = space.f_blocks * space.f_frsize
         walk = self._walk or _Walk(self._root, self._proc, size, self._jobs.now)
-        self._walk = None  # one that fails is given up
+        self._walk = None  # a failed walk is dropped
         if walk.go_on(ENTRIES):
             self._found = walk.bytes
         else:

@@ -24,7 +24,7 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 if TYPE_CHECKING:
     from hpml_exporters.slurm.commands import ViewSource
 
-# The metrics of a cluster, with what each means.
+# The metrics of a cluster.
 
 _UNITS = ("seconds", "bytes", "ratio")
 _TYPES: dict[str, MetricType] = {"total": "counter", "info": "info"}
@@ -42,6 +42,7 @@ def _spec(
 _OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
 
 AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
+INTERVAL = _spec(_OWN, "refresh_interval_seconds", "", "Time between two refreshes (--interval).")
 
 QUEUE = _spec(
     *(_SQUEUE, "queue_jobs", "state reason"),
@@ -107,7 +108,7 @@ STATISTICS = {
 """Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
 
 SPECS: tuple[MetricSpec, ...] = (
-    *(AGE, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
+    *(AGE, INTERVAL, QUEUE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
     *(GPUS, PARTITION_GPUS, NODE_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES),
     *(RESERVATION_START, RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
 )
@@ -129,7 +130,7 @@ _Counts: TypeAlias = Counter[tuple[str, ...]]
 
 
 class SlurmCollector:
-    """The cluster as a collector: `sample` asks Slurm, a scrape shows the latest answer."""
+    """The collector `slurm`: `sample` queries Slurm, a scrape shows the latest answer."""
 
     name = "slurm"
     specs: Sequence[MetricSpec] = SPECS
@@ -152,10 +153,10 @@ class SlurmCollector:
         self._reason = ""
 
     def sample(self, now: float) -> Iterable[Metric]:
-        """Refresh if it is time; see core.Collector.
+        """Refresh if due; see `Collector.sample`.
 
         Raises:
-            StaleError: Slurm gave no usable answer; it has the figures of the last one.
+            StaleError: Slurm gave no usable answer; the error has the last figures.
         """
         if now >= self._due:
             try:
@@ -165,22 +166,21 @@ class SlurmCollector:
                 self._reason = str(error)
                 self._in_a_row += 1
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
-                # Calls come once per interval, a little early or late. Half an interval less lets
-                # the right one through.
+                # Calls come once per interval, a little early or late: tolerate half an interval.
                 self._due = now + pause - self.interval / 2
         if self._in_a_row:
             raise StaleError(self._reason, self._last)
         return self._last
 
     def close(self) -> None:
-        """Nothing is open between two refreshes."""
+        """Do nothing: no file is open."""
 
     def _refresh(self) -> None:
         view = self._source.read()
         jobs = list(view.jobs)
         self._history.note(jobs)
         rows = self._job_rows(jobs) | self._history.rows()
-        rows[AGE] = [((), time.time())]
+        rows |= {AGE: [((), time.time())], INTERVAL: [((), self.interval)]}
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
 
     def _job_rows(self, jobs: list[QueueRow]) -> _Rows:
@@ -238,7 +238,7 @@ class _History:
         self._started, self._ended_before = now, ended
 
     def rows(self) -> _Rows:
-        """Return what was counted since the exporter's start."""
+        """Return the counts since the exporter's start."""
         return {
             ENDED_JOBS: self._ended.items(),
             WAIT: [((name,), times.histogram()) for name, times in self._waited.items()],

@@ -1,6 +1,6 @@
 """A cluster as squeue, sinfo and sdiag show it: explicit fields, separated by control characters.
 
-No field of free text but a node's reason is read, which comes last.
+The only free text is a node's reason, the last field.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_time,
 )
 
-# What is read of a cluster at one moment, whichever source it came from.
+# A cluster at one moment, independent of the source.
 
 ENDED = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
@@ -44,9 +44,9 @@ class QueueRow(NamedTuple):
 
     Attributes:
         id: `25`, `25_3` or `25_[4-9]`.
-        partitions: where it waits, or where it runs.
+        partitions: in which it waits or runs.
         tasks: jobs in this row.
-        eligible, start, end: seconds since the epoch; 0 if it has none yet.
+        eligible, start, end: seconds since the epoch; 0 if not known yet.
     """
 
     id: str
@@ -77,12 +77,12 @@ class ClusterNode:
 
     @property
     def state(self) -> str:
-        """The one word for its states; see `node_state`."""
+        """Its states as one word; see `node_state`."""
         return node_state(self.states)
 
     @property
     def free_state(self) -> str:
-        """What its CPUs and GPUs are that no job has; Slurm starts nodes that it powered down."""
+        """State of its unallocated CPUs and GPUs; Slurm starts nodes that it powered down."""
         if self.usable:
             return "idle"
         return "powered_down" if self.state == "powered_down" else "down"
@@ -122,12 +122,12 @@ class View:
 
 
 class ViewSource(Protocol):
-    """Where views come from."""
+    """A source of views."""
 
     name: str
 
     def read(self) -> View:
-        """Ask Slurm once.
+        """Query Slurm once.
 
         Raises:
             SchedulerUnavailable: it gave no usable answer.
@@ -146,7 +146,7 @@ _TIMEOUT_SECONDS = 60.0
 Rare: TypeAlias = tuple[
     dict[str, tuple[int, int]], tuple[Reservation, ...], dict[tuple[str, str], float]
 ]
-_RARE = 10  # refreshes between two looks at licences, reservations and fairshare
+_RARE = 10  # refreshes between two queries of licences, reservations and fairshare
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
 _node_states = lru_cache(maxsize=1024)(node_states)
@@ -167,7 +167,7 @@ def _format(names: list[str]) -> str:
 
 
 class Commands:
-    """Reads a cluster through Slurm's commands: three per refresh, up to three more every tenth."""
+    """Reads a cluster with Slurm's commands: three per refresh, up to six at every tenth."""
 
     name = "commands"
 
@@ -185,7 +185,7 @@ class Commands:
         self._rare: Rare = ({}, (), {})
 
     def read(self) -> View:
-        """Ask Slurm once; see `view.Source`."""
+        """Query Slurm once; see `ViewSource`."""
         # Text, not JSON, which costs Slurm and us 4 KB and 60 KB of memory per job: 6 GB for
         # 100,000 jobs.
         squeue = ("squeue", "--all", "--noheader", "--states=all", "-O", _format(_JOB_FIELDS))
@@ -193,12 +193,12 @@ class Commands:
         return View(jobs, self.nodes(), _sdiag_of(self._optional("sdiag")), *self.rare())
 
     def nodes(self) -> list[ClusterNode]:
-        """Return the nodes alone."""
+        """Return only the nodes."""
         sinfo = ("sinfo", "--all", "--noheader", "--Node", "-O", _format(_NODE_FIELDS))
         return _nodes_of(self._output(*sinfo))
 
     def rare(self) -> Rare:
-        """Return licences, reservations and fairshares, refreshed now and then."""
+        """Return licences, reservations and fairshares, refreshed less often."""
         if self._refreshes % _RARE == 0:
             show = ("scontrol", "--oneliner", "show")
             licenses = _licenses(self._optional(*show, "licenses"))
@@ -216,7 +216,7 @@ class Commands:
         return done.stdout
 
     def _optional(self, *argv: str) -> str:
-        """Return the output of a command that a site may lack or deny, which is logged once."""
+        """Return the output of a command that may be missing or denied; log that once."""
         try:
             return self._output(*argv)
         except SchedulerUnavailable as error:
@@ -320,8 +320,8 @@ def count_tasks(job_id: str) -> int:
 
 def _rows(text: str, width: int, command: str) -> Iterator[list[str]]:
     rows = text.split(_RECORD)
-    # Each record ends with a separator. Anything behind the last one means that the answer was cut
-    # off, and its counts would be too low.
+    # Each record ends with a separator. Text after the last one means a truncated answer, whose
+    # counts would be too low.
     if rows.pop().strip():
         raise SchedulerUnavailable(f"{command}: its answer is cut off")
     for row in rows:
@@ -379,7 +379,7 @@ def _fairshares(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-# The node exporters of a cluster as Prometheus' file_sd and http_sd want them.
+# The node exporters of a cluster in the format of Prometheus' file_sd and http_sd.
 
 _CACHE_SECONDS = 60.0
 _CLIENT_SECONDS = 10.0
@@ -412,7 +412,7 @@ def targets(nodes: Iterable[ClusterNode], port: int, *, only_up: bool = False) -
 
 
 class TargetServer(ThreadingHTTPServer):
-    """Answers /targets for http_sd; Slurm is asked at most once a minute."""
+    """Serves /targets for http_sd; queries Slurm at most once a minute."""
 
     daemon_threads = True
 
@@ -434,7 +434,7 @@ class TargetServer(ThreadingHTTPServer):
             SchedulerUnavailable: Slurm gave none yet.
         """
         with self._lock:
-            # Asked under the lock: however many clients come at once, Slurm gets one request.
+            # Query under the lock: many clients at once cause one request.
             if time.monotonic() >= self._due:
                 try:
                     text = targets(self._source.nodes(), self._port, only_up=self._only_up)
@@ -442,7 +442,7 @@ class TargetServer(ThreadingHTTPServer):
                 except SchedulerUnavailable:
                     if not self._body:
                         raise
-                # After a failure too: a controller in trouble is not asked more often.
+                # Also after a failure: do not query a failing controller more often.
                 self._due = time.monotonic() + _CACHE_SECONDS
             return self._body
 

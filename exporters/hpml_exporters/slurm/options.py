@@ -1,4 +1,4 @@
-"""Options of the Slurm exporter, as JSON for its process, and the source that they choose."""
+"""Options of the Slurm exporter, as JSON for its process, and the source for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SlurmOptions:
     users: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse wrong values."""
+        """Raise an error for wrong values."""
         if self.source not in SOURCES:
             hint = f"one of {', '.join(SOURCES)}"
             if self.source == "openmetrics":
@@ -88,11 +88,11 @@ class SlurmOptions:
         return [CollectorSource("slurm", self.collector)]
 
     def collector(self) -> SlurmCollector:
-        """Make the collector.
+        """Create the collector.
 
         Raises:
             ImportError: pyslurm was asked for and cannot be imported.
-            SchedulerUnavailable: it needs a slurm.conf that is not there.
+            SchedulerUnavailable: slurm.conf is missing.
         """
         return SlurmCollector(self._source(), interval=self.interval, users=self.users)
 
@@ -109,11 +109,11 @@ class SlurmOptions:
         return Commands(shares=self.users)
 
 
-# A cluster through pyslurm: no process per query. Needs a pyslurm built for the site's Slurm.
+# A cluster through pyslurm, without a process per query. It must be built for the site's Slurm.
 
 
 class Native:
-    """Reads jobs, nodes and statistics through pyslurm, and through commands what it lacks."""
+    """Reads jobs, nodes and statistics with pyslurm, and the rest with commands."""
 
     name = "pyslurm"
 
@@ -129,7 +129,7 @@ class Native:
         self._commands = Commands(shares=shares)
 
     def read(self) -> View:
-        """Ask Slurm once; see `view.Source`."""
+        """Query Slurm once; see `ViewSource`."""
         try:
             jobs = [job_of(job) for job in self._pyslurm.Jobs.load().values()]
             nodes = [node_of(node) for node in self._pyslurm.Nodes.load().values()]

@@ -1,1 +1,1 @@
-"""What trainings report about themselves."""
+"""Figures that trainings report."""

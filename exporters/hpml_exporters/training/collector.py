@@ -1,8 +1,8 @@
-"""What trainings report: samples, steps, waits, loss, and where their ranks run.
+"""Reports of trainings: samples, steps, waits, loss, and the places of their ranks.
 
-The ranks report to their node's agent (training_jobs/hpml_channel.py). It informs its job's
-exporter through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series
-end when it has left the node, or its agent was silent for a minute.
+The ranks report to their node's agent (training_jobs/hpml_channel.py). The agent forwards to its
+job's exporter through an inherited socket, and to the node's through `{run}/exporter.sock`. A job's
+series end when it has left the node, or its agent was silent for a minute.
 
 The figures of each agent's ranks only grow, so what a message adds is the difference to the one
 before; the first message of an agent counts in full. So the job's counters never
@@ -195,9 +195,9 @@ SPECS = (
 
 # Where the messages of node agents arrive: an inherited socket, or `{run}/exporter.sock`.
 #
-# Nothing is read between two samples. What does not fit into a connection's own queue waits with
-# its sender, who loses nothing by that (counters are sums), and what is read of one at a sample is
-# limited: so a flood of messages harms only who sends it.
+# Nothing is read between two samples. If a connection's queue is full, its sender waits and loses
+# nothing (counters are sums). Each sample reads a limited amount per connection, so a flood of
+# messages harms only its sender.
 #
 # A connection belongs to the job of its process, by the kernel's credentials. A job that just began
 # may not be on the board yet: its connection waits for some samples.
@@ -238,7 +238,7 @@ class _Connection:
     looks: int = 0
 
     def read(self, refused: Counter[str]) -> tuple[list[FeedMessage], bool]:
-        """Return the latest message of each part, and whether more may come."""
+        """Return the latest message of each part, and whether the connection is open."""
         parts: dict[int, bytes] = {}
         is_open = True
         for _ in range(_MESSAGES):
@@ -294,7 +294,7 @@ class InheritedFeed:
         self._connection.channel.setblocking(False)
 
     def read(self) -> list[Said]:
-        """Return what has come since the last call."""
+        """Return the messages since the last call."""
         messages, _ = self._connection.read(self.refused)
         return [Said(self._jobid, one.pid, [one]) for one in messages]
 
@@ -306,8 +306,8 @@ class InheritedFeed:
 class ListeningFeed:
     """The socket that all agents of a node may connect to.
 
-    A thread takes connections as they come, up to 4,000 a second, and closes at once what is beyond
-    the share of its job or user: so those who connect again and again keep no other out.
+    A thread accepts up to 4,000 connections a second, and closes at once those beyond the share of
+    their job or user, so nobody can block others by connecting again and again.
 
     Args:
         directory: of the socket `exporter.sock`; created if that is allowed.
@@ -317,7 +317,7 @@ class ListeningFeed:
         refused: number of refused connections and messages, by reason.
 
     Raises:
-        NotHereError: this user may not make it, or another exporter listens there.
+        NotHereError: no permission to create it, or another exporter listens there.
     """
 
     def __init__(self, directory: str, jobs: JobsBoard) -> None:
@@ -329,8 +329,8 @@ class ListeningFeed:
         self._shares: Counter[str | int] = Counter()  # connections by owner
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._take, name="feed", daemon=True)
-        # Each connection has its own queue: a flood by one user starves nobody, and nothing needs
-        # to be read between two samples.
+        # Each connection has its own queue, so a flood by one user starves nobody, and no reading
+        # is needed between two samples.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._bind(directory)
@@ -341,9 +341,9 @@ class ListeningFeed:
             raise
 
     def read(self) -> list[Said]:
-        """Return what has come since the last call."""
+        """Return the messages since the last call."""
         if not self._jobs.wait(0):
-            return []  # nobody's job is known yet: they wait in the backlog
+            return []  # no jobs are known yet: connections wait in the backlog
         if not self._thread.ident:
             self._thread.start()
         there = self._jobs.now.by_id
@@ -407,7 +407,7 @@ class ListeningFeed:
             except OSError:  # nobody waits, or no descriptor is left
                 return
             channel.setblocking(False)
-            # Whose a connection is comes from the kernel: in a message anybody can claim any job.
+            # The kernel identifies a connection's process: a message can claim any job.
             told = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             pid, uid, _gid = _UCRED.unpack(told)
             jobid = self._jobs.now.job_of(pid)
@@ -464,7 +464,7 @@ class TrainingCollector:
     """The collector `training`.
 
     Raises:
-        NotHereError: nobody can reach this exporter.
+        NotHereError: no agent can reach this exporter.
     """
 
     name = "training"
@@ -569,7 +569,7 @@ class _Rank:
 
     Attributes:
         number: global rank.
-        heard: when it last spoke, not when its agent did.
+        heard: time of the rank's last report, not of its agent's.
         totals: its counters by name.
         buckets: its steps by duration.
         gauges: its latest values by name.
@@ -622,7 +622,7 @@ class _JobTotals:
             agent: its process id.
             now: monotonic seconds.
         """
-        # Each requeue of a job brings a new agent; their number must not grow for ever.
+        # Each requeue of a job starts a new agent: limit their number.
         if agent not in self._agents and len(self._agents) >= _MAX_AGENTS:
             del self._agents[min(self._agents, key=lambda one: self._agents[one].heard)]
         known = self._agents.setdefault(agent, _Agent())
@@ -638,7 +638,7 @@ class _JobTotals:
         return [rank for rank in ranks if now - rank.heard <= within]
 
     def is_silent(self, now: float) -> bool:
-        """Return whether no agent has spoken in the last minute."""
+        """Return whether no agent has reported in the last minute."""
         return not self._speaking(now)
 
     def binding(self, now: float) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """The web-config file of Prometheus' exporters: TLS, users and headers; read once, at the start.
 
-`python -m hpml_exporters.web.config FILE` prints what a file asks of clients as one JSON object:
+`python -m hpml_exporters.web.config FILE` prints a file's demands on clients as one JSON object:
 `{"locked": BOOL, "tls": BOOL}`, or `{"error": TEXT, "hint": TEXT}`. `hpml check` runs it before a
 job starts; certificates are not opened, as they may exist on the nodes only.
 """
@@ -32,7 +32,7 @@ from hpml_orchestrator.errors import InputError, did_you_mean
 
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
-    "RequestClientCert": ssl.CERT_NONE,  # whoever shows any certificate, or none, may read
+    "RequestClientCert": ssl.CERT_NONE,  # no valid certificate is required
     "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
@@ -143,8 +143,8 @@ def read(path: str) -> WebConfig:
     """Return the settings in a file, without opening the certificates that it names.
 
     Raises:
-        InputError: a field is unknown or not supported, or its value is wrong; it names file and
-            field, and shows no value, which may be a password.
+        InputError: a field is unknown or not supported, or its value is wrong. The message has file
+            and field but no value, which may be a password.
     """
     data = _parse(path)
     if not isinstance(data, dict):
@@ -154,7 +154,7 @@ def read(path: str) -> WebConfig:
         config = WebConfig.model_validate(data)
     except ValidationError as error:
         errors = error.errors(include_input=False, include_url=False)
-        # A wrong name also leaves the right one missing: the former says more.
+        # A wrong name also leaves the right one missing: report the former.
         raise _refusal(
             min(errors, key=lambda one: one["type"] != "extra_forbidden"), path
         ) from None
@@ -218,7 +218,7 @@ def tls_context(tls: Tls, path: str) -> ssl.SSLContext:
         path: the web-config file, for messages.
 
     Raises:
-        InputError: a file cannot be read, or is not what it should be.
+        InputError: a file cannot be read, or has the wrong content.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[tls.min_version]
@@ -230,10 +230,10 @@ def tls_context(tls: Tls, path: str) -> ssl.SSLContext:
     no_chain = message = "not a PEM file of certificates"
     key = "cert_file"
     try:
-        # By itself, so that an error names the right file.
+        # Loaded separately, so that an error names the right file.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(tls.cert_file)
         key, message = "key_file", "not a private key of cert_file without a password"
-        # The empty text as password: the terminal is not asked for one.
+        # An empty password prevents a prompt on the terminal.
         context.load_cert_chain(tls.cert_file, tls.key_file, password=str)
         key, message = "client_ca_file", no_chain
         if tls.client_ca_file:
@@ -247,7 +247,7 @@ def tls_context(tls: Tls, path: str) -> ssl.SSLContext:
 
 
 def main(argv: list[str]) -> int:
-    """Print what the file in `argv` asks of clients; returns the exit status."""
+    """Print the demands of the file in `argv` on clients, and return the exit status."""
     if len(argv) != 1:
         sys.stderr.write("usage: python -m hpml_exporters.web.config FILE\n")
         return _EXIT_USAGE
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
         config = read(argv[0])
         summary = {"locked": config.locked, "tls": config.tls is not None}
     except InputError as error:
-        # `hpml check` names the file by itself
+        # `hpml check` adds the file's name
         summary = {"error": str(error).removeprefix(f"{argv[0]}: "), "hint": error.hint}
     sys.stdout.write(json.dumps(summary) + "\n")
     return 0
@@ -333,7 +333,7 @@ def _bound(host: str, port: int) -> socket.socket:
         backlog=_BACKLOG,
         dualstack_ipv6=not host and family == socket.AF_INET6,
     )
-    # Accepted connections inherit both: what a client leaves unread stays small.
+    # Accepted connections inherit both: a slow client's unread data stay small.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
     listener.setblocking(False)

@@ -1,7 +1,7 @@
 """The web server for /metrics and /healthz: a thread per connection, each with a time-out.
 
-prometheus_client's own server stops for good at one silent TLS client: it waits for its handshake
-where it accepts the next one. Here a handshake is done in the client's thread.
+prometheus_client's own server stops for good at one silent TLS client: its accept loop waits for
+the handshake. Here the client's thread does the handshake.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Pages(Protocol):
         """
 
     def health(self) -> tuple[bool, str]:
-        """Return whether the exporter works, and a line about what is wrong."""
+        """Return whether the exporter works, and a line about faults."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Passwords:
 
 
 class Heads:
-    """The heads of a connection's requests, line by line, each of limited size and time."""
+    """Reads the heads of a connection's requests, with limits on size and time."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
-        """Read from a connection; a head that has begun may take so many seconds."""
+        """Read from a connection; a head must be complete after so many seconds."""
         self._connection, self._seconds = connection, seconds
         self._data = b""
         self._left = 0
@@ -175,11 +175,11 @@ class Heads:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything of the head has come."""
+        """Whether a part of the head has arrived."""
         return self._end is not None
 
     def begin(self, wait: float) -> None:
-        """Expect a head, whose first byte may take so many seconds."""
+        """Expect a head; wait so many seconds for its first byte."""
         self._left, self._wait = _HEAD_BYTES, wait
         self._end = time.monotonic() + self._seconds if self._data else None
 
@@ -208,7 +208,7 @@ class Heads:
         return line
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -228,7 +228,7 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile = Heads(self.connection, self.server.limits.request_seconds)
 
     def handle_one_request(self) -> None:
-        """Wait for a request, for long only between two of them, and answer it."""
+        """Wait for a request, longer only between two requests, and answer it."""
         limits = self.server.limits
         self.rfile.begin(limits.idle_seconds if self._served else limits.request_seconds)
         super().handle_one_request()
@@ -241,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(self.server.limits.request_seconds)  # of the response
 
     def do_GET(self) -> None:
-        """Answer a request, if the client may read."""
+        """Answer a request of an authorised client."""
         if {"Content-Length", "Transfer-Encoding"} & set(map(str.title, self.headers)):
             self.close_connection = True  # a body is never read
         if not self.server.passwords.allow(self.headers.get("Authorization", "")):
@@ -258,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             self._respond_with(url.path or "/", names)
         except OSError:
             raise  # the client is gone, or too slow
-        except Exception as error:  # noqa: BLE001 - a page that fails is a response too
+        except Exception as error:  # noqa: BLE001 - the client gets a 500
             _LOG.error("%s: %r", url.path, error)
             self._respond(500, b"the page could not be made\n")
 
@@ -288,7 +288,7 @@ class Handler(BaseHTTPRequestHandler):
     def _respond(self, status: int, body: bytes, kind: str = _TEXT, **headers: str) -> None:
         self.server.answered(self.client_address, status)
         if status != HTTPStatus.OK:
-            self.close_connection = True  # a stranger gets no place for long
+            self.close_connection = True  # an unauthorised client keeps no connection
         self.send_response(status)
         fixed = {"Content-Type": kind, "Content-Length": str(len(body))}
         if self.close_connection:
@@ -411,7 +411,7 @@ class Server(ThreadingHTTPServer):
                 self._clients[address] = (time.monotonic(), self._clients[address][1])
 
     def gave_up(self, reason: str) -> None:
-        """Count a connection that is ended early."""
+        """Count a connection that the server ends early."""
         with self.lock:
             self.counters.closed[reason] += 1
 
@@ -421,11 +421,11 @@ class Server(ThreadingHTTPServer):
             return self.socket.accept()
         except OSError as error:
             if error.errno in _NO_ROOM:
-                time.sleep(_PAUSE_SECONDS)  # until descriptors are free again
+                time.sleep(_PAUSE_SECONDS)  # until there are free descriptors
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client in a new thread; if there are too many, one that is idle has to go."""
+        """Serve a client in a new thread; if there are too many, close an idle one."""
         if not self._room.acquire(blocking=False):
             self.gave_up("crowded")
             with self.lock:
@@ -502,6 +502,6 @@ class Server(ThreadingHTTPServer):
 
 
 def _shut(client: socket.socket) -> None:
-    with suppress(OSError):  # ended already
+    with suppress(OSError):  # already closed
         # Not by SSLSocket.shutdown, which takes the TLS object from its reader.
         socket.socket.shutdown(client, socket.SHUT_RDWR)

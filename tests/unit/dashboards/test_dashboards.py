@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import promql_parser
 import pytest
 from hpml_dashboards import JSON
 from hpml_dashboards.build import build, write
 from hpml_dashboards.panels import each, select
+from hpml_exporters.app import ALL
 from typer.testing import CliRunner
 
 from hpml_orchestrator.cli.dashboards import group
@@ -114,6 +116,73 @@ def test_a_job_carries_its_user_sweep_and_node_to_the_other_dashboards() -> None
         assert names <= set(hidden)
         chosen = uid.replace("hpml-", "").replace("job", "jobid")
         assert all(f'{chosen}="${chosen}"' in hidden[name] for name in names)
+
+
+UNITS = {  # Grafana's of a figure, and of its rate
+    "bytes": ("bytes", "Bps"),
+    "seconds": ("s", "percentunit"),
+    "ratio": ("percentunit", ""),
+    "celsius": ("celsius", ""),
+    "watts": ("watt", ""),
+    "hertz": ("hertz", ""),
+    "": ("short", "short"),
+}
+
+
+def shown_metric(node: Any) -> tuple[str, bool]:
+    """The metric whose values a query shows, and whether it shows their rate; "" if it computes."""
+    match node:
+        case promql_parser.VectorSelector():
+            return str(node.name), False
+        case promql_parser.MatrixSelector():
+            return str(node.vector_selector.name), False
+        case promql_parser.Call() if node.func.name == "rate":
+            return shown_metric(node.args[0])[0], True
+        case promql_parser.AggregateExpr() if str(node.op) in {"max", "min", "avg", "sum"}:
+            return shown_metric(node.expr)
+        case promql_parser.ParenExpr():
+            return shown_metric(node.expr)
+        case promql_parser.BinaryExpr() if str(node.op) in {"and", "or"} or (
+            str(node.op) == "*" and node.modifier
+        ):
+            return shown_metric(node.lhs)
+    return "", False
+
+
+def panel_units(panel: dict[str, Any], place: int) -> str:
+    """The unit of the values of a panel's query, or of its column in a table."""
+    config = panel["fieldConfig"]
+    if panel["type"] != "table":
+        return str(config["defaults"]["unit"])
+    of_columns = {
+        override["matcher"]["options"]: {one["id"]: one["value"] for one in override["properties"]}
+        for override in config["overrides"]
+    }
+    field = f"Value #{'ABCDEFGHIJKL'[place]}" if len(panel["targets"]) > 1 else "Value"
+    names = next(
+        one["options"]["renameByName"]
+        for one in panel["transformations"]
+        if one["id"] == "organize"
+    )
+    return str(of_columns.get(names.get(field, ""), {}).get("unit", ""))  # "" is not shown
+
+
+def test_a_panel_has_the_unit_of_the_figure_that_it_shows() -> None:
+    """Of every GPU figure, and of the other metrics."""
+    specs = {spec.name: spec for spec in ALL}
+    seen: set[str] = set()
+    for uid in UIDS:
+        for panel in dashboard(uid)["panels"]:
+            for place, target in enumerate(panel.get("targets", ())):
+                query = re.sub(r"\$__(rate_interval|range)", "5m", target["expr"])
+                name, is_rate = shown_metric(promql_parser.parse(query))
+                unit = panel_units(panel, place)
+                if name in specs and unit:
+                    seen.add(name)
+                    is_speed = name.endswith("_bytes_per_second")
+                    expected = "Bps" if is_speed else UNITS[specs[name].unit][is_rate]
+                    assert unit.replace("none", "short") == expected, (uid, panel["title"], name)
+    assert len([name for name in seen if name.startswith("hpml_gpu_")]) >= 10
 
 
 def first_panel(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
