@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json
-from hpml_orchestrator.convert.files import read_script
-from hpml_orchestrator.convert.importer import ImportContext, import_script
+from hpml_orchestrator.convert.draft import ImportContext, import_script
+from hpml_orchestrator.convert.report import report_lines
+from hpml_orchestrator.convert.shell import read_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
-from hpml_orchestrator.script.archive import check_setup
-from hpml_orchestrator.script.render import Capabilities, render
-
-if TYPE_CHECKING:
-    from hpml_orchestrator.convert.report import ImportNote
 
 
 def import_(
@@ -56,8 +52,6 @@ def import_(
     context = ImportContext(directory=directory, base=base, environment=dict(os.environ))
     name = os.path.basename(script)
     made = import_script(read_script(Path(script)), name=name, context=context)
-    check_setup(made.job.environment.setup or "", "the script")
-    render(made.job, Capabilities())  # what cannot be rendered is refused before anybody sees it
     if target is not None:
         try:
             write_users_file(target, made.text)
@@ -69,32 +63,14 @@ def import_(
                 "output": str(target) if target else None,
                 "job": made.job.to_json(),
                 "text": made.text,
-                "findings": [finding.to_json() for finding in made.findings],
+                "findings": [note.to_json() for note in made.notes],
             }
         )
         return
     if target is None:
         sys.stdout.buffer.write(made.text.encode("utf-8"))
         sys.stdout.flush()
-    _print_findings(name, made.findings)
+    for line in report_lines(name, made.notes):
+        typer.echo(line, err=True)
     if target is not None:
-        typer.echo(f"wrote {output}; `hpml render {output}` prints its batch script", err=True)
-
-
-_KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}
-
-
-def _print_findings(name: str, findings: tuple[ImportNote, ...]) -> None:
-    """Print the findings, grouped by reason."""
-    groups: dict[tuple[str, str, str], list[ImportNote]] = {}
-    for finding in findings:
-        groups.setdefault((finding.kind, finding.why, finding.todo), []).append(finding)
-    hints = set()
-    for (kind, why, todo), group in groups.items():
-        for finding in group:
-            where = f"{name}:{finding.line}" if finding.line else name
-            typer.echo(f"{where}: {_KINDS[kind]}: {finding.text}", err=True)
-        typer.echo(f"    {why}", err=True)
-        if todo and todo not in hints:
-            typer.echo(f"    -> {todo}", err=True)
-        hints.add(todo)
+        typer.echo(f"wrote {output}; `hpml check {output}` judges it", err=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert.files import read_script
-from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
+from hpml_orchestrator.convert.shell import read_script
+from hpml_orchestrator.convert.draft import ImportContext, Imported, import_script
 from hpml_orchestrator.convert.report import ImportNote
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 from hpml_orchestrator.jobfile.load import parse_yaml
@@ -43,7 +43,7 @@ def launch(line: str, *options: str) -> Imported:
 
 
 def findings(made: Imported, kind: str) -> list[ImportNote]:
-    return [finding for finding in made.findings if finding.kind == kind]
+    return [finding for finding in made.notes if finding.kind == kind]
 
 
 def setup(*lines: str) -> list[str]:
@@ -552,7 +552,7 @@ def test_defaults_are_evaluated_in_the_job(
 def test_options_of_the_interpreter_are_reported(first: str) -> None:
     """A login shell and others: hpml's script has none."""
     text = f"{first}\n#SBATCH --time=5\npython t.py\n"
-    (changed,) = import_script(text, name="job.sh", context=CONTEXT).findings
+    (changed,) = import_script(text, name="job.sh", context=CONTEXT).notes
     assert (changed.line, changed.kind, changed.text) == (1, "changed", first)
     assert ("login" in changed.todo) == ("-x" not in first)
 
@@ -615,7 +615,7 @@ def test_every_line_after_the_launch_is_reported() -> None:
         "./postprocess.sh", "if true; then echo a; fi", "touch done", "set +x", "exit 0",
     ]  # fmt: skip
     made = imported("#SBATCH --time=1", "python t.py", *rest, "# the end")
-    reported = {finding.line: finding for finding in made.findings if finding.line > 3}
+    reported = {finding.line: finding for finding in made.notes if finding.line > 3}
     assert sorted(reported) == list(range(4, 4 + len(rest)))
     lost = [one.text for one in reported.values() if one.kind == "lost"]
     assert lost == rest[9:17]
@@ -626,7 +626,7 @@ def test_lines_that_hpml_replaces_are_reported() -> None:
     """What it sets itself, and what follows the program on its line."""
     lines = ["export RANK=0", "MASTER_PORT=1", "export CUDA_VISIBLE_DEVICES=0"]
     made = imported("#SBATCH --time=1 --gpus=1", *lines, "python t.py &&", "  echo done")
-    assert [(one.line, one.kind) for one in made.findings if one.kind == "dropped"] == [
+    assert [(one.line, one.kind) for one in made.notes if one.kind == "dropped"] == [
         (number, "dropped") for number in (3, 4, 5, 7)
     ]
     for line in ("export MASTER_PORT=$((10000 + SLURM_JOB_ID % 99))", "MASTER_PORT=$(port)"):
@@ -673,7 +673,7 @@ def test_secrets_are_reported() -> None:
 )
 def test_gpus_that_are_hidden_no_more_are_reported(options: str, line: str) -> None:
     """Where Slurm gave each task one GPU, `cuda:0` would be the same one for all."""
-    assert "each rank sees all GPUs of its node" in str(launch(line, options).findings)
+    assert "each rank sees all GPUs of its node" in str(launch(line, options).notes)
 
 
 def test_export_of_the_header_says_what_travels() -> None:

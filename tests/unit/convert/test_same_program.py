@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
+from hpml_orchestrator.convert.draft import ImportContext, Imported, import_script
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.script.render import Capabilities, render
@@ -205,7 +205,7 @@ def test_the_job_starts_the_same_program(name: str, tmp_path: Path) -> None:
         if not OWN.fullmatch(variable):
             assert got["env"].get(variable) == value, (variable, made.text)
     given = sbatch(SAME[name], "SBATCH|GIVEN")  # with what the script's srun asks for
-    lost = " ".join(f"{found.text} {found.why}" for found in made.findings)
+    lost = " ".join(f"{found.text} {found.why}" for found in made.notes)
     assert (asked.nodes, asked.gpus) == (given.nodes, given.gpus), made.text
     assert asked.cpus == given.cpus or f"ranks share {given.cpus} CPU" in lost
     assert megabytes(asked.memory) == megabytes(given.memory)

@@ -9,7 +9,7 @@ import subprocess
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert.importer import ImportContext, import_script
+from hpml_orchestrator.convert.draft import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobfile.load import parse_yaml
 
