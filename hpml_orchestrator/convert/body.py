@@ -73,6 +73,7 @@ class Line:
         assigned: variables that it sets; programs inherit them if it is `exported`.
         launch: what it starts; `block` names the loop or condition around it.
         words: of a simple command, expanded; `results` with all of a directory for `DIRECTORY/*`.
+        in_setup: whether it is a line of `environment.setup`.
         is_field: whether all of it is in fields of the draft.
     """
 
@@ -88,6 +89,7 @@ class Line:
     block: str = ""
     words: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
+    in_setup: bool = False
     is_field: bool = False
 
 
@@ -131,9 +133,7 @@ class Body:
         end = max(self._end if isinstance(part, Statement) else 0, part.line)
         end = max(end, part.line + part.source.count("\n"))
         directories = (self.values.directory, self.on_node)
-        self._lines.append(
-            Line(kind, part.line, end, part.source, directories, value, words=words)
-        )
+        self._lines.append(Line(kind, part.line, end, part.source, directories, value, words=words))
         return self._lines[-1]
 
     def keep(self, part: Command | Statement, words: tuple[str, ...] = (), block: str = "") -> Line:
@@ -294,14 +294,12 @@ class Body:
         """Return the job's program: the launch that looks like the training, else the last."""
         launches = [(line, line.launch) for line in self._lines if line.launch]
         if not launches:  # a program of any name
-            defined = {m[1] for li in self._lines if (m := re.match(r"(?:function )?(\w+)", li.source))
-                       and li.block == "a function"}  # fmt: skip
+            functions = [line.source for line in self._lines if line.block == "a function"]
+            defined = set(re.findall(r"^(?:function )?(\w+)", "\n".join(functions), re.MULTILINE))
             for line in self._lines:
                 name = os.path.basename("".join(line.words[:1]))
                 if line.kind == "keep" and name and name not in _ORDINARY | defined:
-                    line.launch = Launch(
-                        line.line, line.source, [*line.words], line.directories[0]
-                    )
+                    line.launch = Launch(line.line, line.source, [*line.words], line.directories[0])
                     launches.append((line, line.launch))
         if not launches:
             raise InputError(

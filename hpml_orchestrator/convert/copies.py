@@ -12,7 +12,7 @@ from hpml_orchestrator.jobfile.text import NODE_DIRECTORIES
 from hpml_orchestrator.records.job import Collect, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 LOCAL = re.compile(
     r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
@@ -74,6 +74,9 @@ class _Result:
 class Copies:
     """What a script copies to its nodes and back.
 
+    Args:
+        own: variables that the script sets.
+
     Attributes:
         staged: entries of `stage`.
         results: what is copied back.
@@ -83,7 +86,8 @@ class Copies:
         line: the line that is being read, with its `text`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Collection[str]) -> None:
+        self._own = own
         self.staged: list[_Entry] = []
         self.results: list[_Result] = []
         self.directory = self.on_node = ""
@@ -250,7 +254,8 @@ class Copies:
             root = _root(place)
             if place == root:
                 return "other files are there, too"
-            if not root or has_hole(place[len(root) :]) or re.search(r"[*?]", place):
+            own = {*hole_names(root)} & {*self._own}
+            if own or not root or has_hole(place[len(root) :]) or re.search(r"[*?]", place):
                 return "only the job can compute where the results are"
         self.results += [_Result(place, target, self.line, self.text) for place in places]
         return ""

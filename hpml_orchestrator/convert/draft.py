@@ -82,9 +82,10 @@ _PLACEHOLDERS = {
         for name in (*NODE_DIRECTORIES, "SLURM_ARRAY_JOB_ID", "HOME", "USER")
     },
 }
-_UNREADABLE_NAMES = re.compile(r"RANDOM|SECONDS|LINENO|_|\d*|SLURM_(CPUS_PER_TASK|N(TASKS|PROCS).*)")
+_UNREADABLE_NAMES = re.compile(
+    r"RANDOM|SECONDS|LINENO|_|\d*|SLURM_(CPUS_PER_TASK|N(TASKS|PROCS).*)"
+)
 _UNUSED = "nothing in the job file uses it, or hpml does itself what it was for"
-_WIDTH = 90
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class _Import:
         self.launch, self.values = self.body.launch, self.body.values
         add_srun_options(self.header, self.launch)
         self.size = _job_size(self.header, self.launch, self.report)
-        self.copies = Copies()
+        self.copies = Copies(self.values.variables.keys())
         job = self.header.text("job-name") or os.path.splitext(os.path.basename(name))[0]
         job = re.sub(r"[^A-Za-z0-9._+-]+", "-", job).lstrip("._+-")[:64] or "job"
         self.fields = _Fields(Job(job))
@@ -238,7 +239,6 @@ class _Import:
         self._put_environment()
         self._put_data()
         self.report.extend(self.launch.report)
-        self.body.line.is_field = True
         job = self._loaded()
         notes = self.report.notes()
         lines: dict[int, set[str]] = {}
@@ -257,7 +257,9 @@ class _Import:
             except InputError as error:
                 problem = error.problems[0] if error.problems else error
                 names = [
-                    name for name in self.fields.stated if f"{problem.field}.".startswith(f"{name}.")
+                    name
+                    for name in self.fields.stated
+                    if f"{problem.field}.".startswith(f"{name}.")
                 ]
                 if not names or names == ["name"]:
                     raise
@@ -268,6 +270,7 @@ class _Import:
                 self.fields.remove(name)
                 if name in ("script", "module", "command", "args"):
                     self._put_shell()
+                    self._put_setup()
 
     def _shown_field(self, name: str) -> str:
         value: Any = self.fields.job
@@ -281,7 +284,7 @@ class _Import:
         if self.body.line.block and not self.launch.launcher:
             return True
         return any(
-            self._filled(word) is None for word in self._words() + [self.launch.program]
+            self._filled(word) is None for word in [*self._words(), self.launch.program]
         ) or has_hole("".join(self.launch.words[:1]))
 
     def _words(self) -> list[str]:
@@ -393,13 +396,13 @@ class _Import:
             elif line.kind == "quiet" and copies.staged and not line.source.startswith("mkdir"):
                 on_node = self.body.is_on_node(line.source, LOCAL)
                 line.kind = "drop" if on_node else "quiet"
-        self.setup = self._setup_lines(used)
+        self._choose_setup(used)
 
     def _whole_text(self) -> list[str]:
         return [self.body.line.source] if self.body.line.block and self.by_shell else []
 
-    def _setup_lines(self, names: set[str]) -> list[Line]:
-        """Return the lines that stay shell lines, in order.
+    def _choose_setup(self, names: set[str]) -> None:
+        """Decide which lines stay shell lines.
 
         hpml loads modules and activates environments before `environment.setup`. So they are fields
         only as long as no line before them must stay there; a `cd` also stays behind a `mkdir`.
@@ -418,24 +421,29 @@ class _Import:
             active = active or environment
             blocked = blocked or line.kind == "keep" or self._is_unknown(line)
             moved = moved or blocked or line.source.startswith("mkdir")
-        kept = []
         needed = False  # whether a later command may read exported variables
         for line in reversed(before):
             own = line.assigned.keys() <= PROVIDED
             inherited = line.exported and not own and (needed or self._is_unknown(line))
             if line.kind in ("keep", "quiet") or names & line.assigned.keys() or inherited:
-                if line.kind not in ("stage", *_SOFTWARE) and self._is_kept(line):
-                    kept.append(line)
+                line.in_setup = line.kind not in ("stage", *_SOFTWARE)
                 names = names | set(re.findall(r"[A-Za-z_]\w*", line.source))
             needed = needed or line.kind == "keep"
+        # shell options are of no use without a line that they apply to
+        if all(re.match(r"set\b", line.source) for line in before if line.in_setup):
+            for line in before:
+                line.in_setup = False
+        self._claim_constants(before)
+
+    def _claim_constants(self, before: list[Line]) -> None:
         read = set(re.findall(r"\w+", self.launch.source))
         for line in reversed(before):  # constants of the program's words, and of variables
-            line.is_field = not line.exported and bool(line.assigned.keys() & read)
+            if line.in_setup and not self._is_kept(line):
+                line.in_setup, line.kind = False, "drop"
+            elif line.assigned and not line.exported:
+                line.is_field = bool(line.assigned.keys() & read)
             if line.is_field or line.exported:
                 read |= set(re.findall(r"\w+", line.source))
-        kept.reverse()
-        # shell options are of no use without a line that they apply to
-        return [] if all(re.match(r"set\b", line.source) for line in kept) else kept
 
     def _is_unknown(self, line: Line) -> bool:
         values = [value for name, value in line.assigned.items() if name not in PROVIDED]
@@ -557,6 +565,9 @@ class _Import:
             text = self.body.line.source
         else:
             text = "exec " + " ".join(map(_shell_word, launch.words))
+        if match := re.search(r"\$([1-9]|\{[1-9](?!:?[-=]))", text):
+            why = "`hpml submit` passes no arguments to the program"
+            launch.lost(match[0], why, "write its value into the command")
         used = re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", text)
         for name in dict.fromkeys(used):
             if name in self.values.variables:
@@ -662,49 +673,47 @@ class _Import:
                 launch.lost(launch.source, why, "write workdir")
 
     def _put_variables(self) -> None:
-        launch = self.launch
         for line in self.body.before:
-            if line.kind == "drop":
-                continue
-            for name in OPENMP & line.assigned.keys() if launch.binding != "none" else ():
-                self.report.add("dropped", line.line, line.source, OPENMP_REASON)
-                del line.assigned[name]
-                if not line.assigned:
-                    self.setup = [one for one in self.setup if one is not line]
-            in_setup = line in self.setup
-            for name, value in line.assigned.items() if line.exported else ():
-                if not in_setup or name in _SET_LATER:
-                    line.is_field |= self._put_variable(name, value, line.line, line.source)
-            if not line.exported and line.assigned.keys() <= PROVIDED and line.assigned:
-                line.is_field = False
-            if not (line.is_field or in_setup or line.kind == "comment"):
-                self.report.add("dropped", line.line, line.source, _UNUSED)
+            if line.kind not in ("drop", "comment"):
+                self._put_line(line)
+        launch = self.launch
         for name, value in launch.variables.items():
             self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
-        lines = [line for line in self._export_lines() if line]
-        text = [*lines, *self._setup_text(), *self.exports.values()]
-        if self.setup or self.exports or lines:
+        if kept := [line for line in self.body.before if line.in_setup]:
+            why = "they run once, on the first node, before the ranks"
+            todo = "a line that fails ends the job: `|| :` behind it helps"
+            said = f"{counted(len(kept), 'command')} in environment.setup"
+            self.report.changed(kept[0].line, said, why, todo)
+        self._put_setup()
+
+    def _put_line(self, line: Line) -> None:
+        """Set the variables of a line."""
+        for name in OPENMP & line.assigned.keys() if self.launch.binding != "none" else ():
+            self.report.add("dropped", line.line, line.source, OPENMP_REASON)
+            del line.assigned[name]
+            line.in_setup = line.in_setup and bool(line.assigned)
+        for name, value in line.assigned.items() if line.exported else ():
+            if not line.in_setup or name in _SET_LATER:
+                line.is_field |= self._put_variable(name, value, line.line, line.source)
+        if not line.exported and line.assigned.keys() <= PROVIDED and line.assigned:
+            line.is_field = False
+        line.is_field = line.is_field or line.in_setup
+        if not line.is_field:
+            self.report.add("dropped", line.line, line.source, _UNUSED)
+
+    def _put_setup(self) -> None:
+        """Set `environment.setup`; lines between those that it has are comments in it."""
+        kept, launch = [line for line in self.body.before if line.in_setup], self.launch
+        text = self._export_lines()
+        for line in self._region_before():
+            if kept and line.line <= kept[-1].line:
+                text += [line.source] if line.in_setup else self._commented([line])
+        text += self.exports.values()
+        if text:
             if launch.directory and launch.directory != self.values.directory:
                 text.append(f"cd {shlex.quote(launch.directory)}")
-            numbers = [n for one in self.setup for n in range(one.line, one.end + 1)]
+            numbers = [n for one in kept for n in range(one.line, one.end + 1)]
             self.fields.put("environment.setup", "\n".join(text) + "\n", *numbers)
-            if self.setup:
-                first = self.setup[0]
-                why = "they run once, on the first node, before the ranks"
-                todo = "a line that fails ends the job: `|| :` behind it helps"
-                said = f"{counted(len(self.setup), 'command')} in environment.setup"
-                self.report.changed(first.line, said, why, todo)
-
-    def _setup_text(self) -> Iterator[str]:
-        """Yield setup's lines, with the others between them as comments."""
-        for line in self.setup:
-            line.is_field = True
-        if self.setup:
-            last = self.setup[-1]
-            for line in self._region_before():
-                if line.line > last.line:
-                    break
-                yield from [line.source] if line in self.setup else self._commented([line])
 
     def _region_before(self) -> list[Line]:
         lines = self.body.before
@@ -714,11 +723,13 @@ class _Import:
     def _export_lines(self) -> list[str]:
         """Set the environment that `--export` asks for; return lines that setup needs first."""
         option = self.header.option("export")
-        sources = [line.source for line in self.setup] + [*self.exports.values()]
-        lines = []
-        for name in ("SLURM_JOB_NAME", "SLURM_SUBMIT_DIR"):  # hpml's job has others
-            if any(name in source for source in sources):
-                lines.append(f"{name}={shlex.quote(self.known[name])}")
+        sources = [line.source for line in self.body.before if line.in_setup]
+        sources += [*self.exports.values(), str(self.fields.job.command) * self.by_shell]
+        lines = [
+            f"{name}={shlex.quote(self.known[name])}"
+            for name in ("SLURM_JOB_NAME", "SLURM_SUBMIT_DIR")  # hpml's job has others
+            if any(name in source for source in sources)
+        ]
         parts = [part for part in option.value.split(",") if part] if option else []
         if option:
             inherit: Any = "all" if {"ALL", "all"} & set(parts) else "minimal"
@@ -784,34 +795,32 @@ class _Import:
     # Comments.
 
     def _head(self, notes: tuple[ImportNote, ...]) -> Iterator[str]:
-        yield f"Draft of {printable(self.name)} by hpml import; relative paths count from this file."
+        name = printable(self.name)
+        yield f"Draft of {name} by hpml import; relative paths count from this file."
         yield from by_hand(notes)
 
     def _comments(self, lines: dict[int, set[str]]) -> dict[str, list[str]]:
         """Return the comments above each field: lines of the script that are in no field."""
         before, region = self.body.before, self._region_before()
         program = next(n for n in ("script", "module", "command") if n in self.fields.stated)
-        for line in (*before, self.body.line, *self.body.after):
+        last = max((line.line for line in before if line.in_setup), default=0)
+        launch = self.body.line
+        launch.is_field = not (launch.block and self.launch.launcher)
+        for line in (*before, launch, *self.body.after):
             if line.source.startswith("#SBATCH") or line.line == 1:
                 line.is_field = line.line in lines or line.line == 1
-            elif line.is_field and not any(n in lines for n in range(line.line, line.end + 1)):
+            elif line.is_field and line.line not in lines:
                 for number in range(line.line, line.end + 1):
                     lines.setdefault(number, set()).add(program)
-        last = max((line.line for line in self.setup), default=0)
-        if not self.body.line.block or not self.launch.launcher:
-            for number in range(self.body.line.line, self.body.line.end + 1):
-                lines.setdefault(number, set()).add(program)
-        around = [self.body.line] if self.body.line.block and self.launch.launcher else []
-        for line in around:
-            line.is_field = False
+        rest = [one for one in region if one.line > last]
         places = ("resources", "environment", "stage", "collect", "checkpoint")
         there = [name for name in places if name in self.fields.written()]
-        header, rest = before[: len(before) - len(region)], [one for one in region if one.line > last]
+        header = before[: len(before) - len(region)]
         above: dict[str, list[str]] = {}
         for name, some in (("resources", header), ("environment", rest)):
             place = next((one for one in there if places.index(one) >= places.index(name)), "")
             above.setdefault(place, []).extend(self._commented(some))
-        above.setdefault("", []).extend(self._commented([*around, *self.body.after]))
+        above.setdefault("", []).extend(self._commented([launch, *self.body.after]))
         return above
 
     def _commented(self, lines: list[Line]) -> Iterator[str]:
@@ -887,14 +896,14 @@ def _job_size(header: Header, launch: Launch, report: ImportReport) -> _Size:
         report.lost(line, text, why, f"{todo}(PyTorch), srun or mpirun")
         given = dataclasses.replace(given, nodes=started)
         nodes = started
-    ranks = _ranks(header, given, launch)
-    if launch.outer is not None:
+    elif launch.outer is not None:
         outer = dataclasses.replace(launch, sizes=launch.outer, report=report)
         per_node = (outer.size("per_node") or 0) * nodes
         started = outer.size("total") or per_node or given.tasks or nodes
         if started != (nodes if launch.launcher == "torchrun" else 1):
             why = f"srun starts the launcher {started} times on {nodes} nodes, hpml once on each"
             launch.lost(launch.source, why, "correct ranks_per_node in the draft")
+    ranks = _ranks(header, given, launch)
     cpus = -(-given.cpus // ranks)
     if cpus * ranks != given.cpus:
         launch.changed(

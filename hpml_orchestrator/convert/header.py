@@ -77,17 +77,7 @@ def read_header(script: str, report: ImportReport) -> Header:
     Raises:
         InputError: it is not a shell script for Slurm, or sbatch cannot read the header.
     """
-    first, *lines = script.split("\n")
-    interpreter = [os.path.basename(word) for word in first[2:].split() if word[0] != "-"]
-    if not first.startswith("#!") or interpreter[-1:] not in (["bash"], ["sh"], ["dash"]):
-        raise InputError(
-            f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
-            hint="the first line must be #! and a shell, such as #!/bin/bash",
-        )
-    if flags := [word for word in first.split()[1:] if word[0] == "-" and word != "-S"]:
-        why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
-        todo = "for a login shell: call `hpml submit` in one, or source the files in setup"
-        report.changed(1, first, why, todo if {"-l", "--login"} & {*flags} else "")
+    _check_first(script.partition("\n")[0], report)
     try:
         words = list(header_words(script))
         hetjob = next((n for n, one in enumerate(words) if one.text == "hetjob"), len(words))
@@ -95,7 +85,7 @@ def read_header(script: str, report: ImportReport) -> Header:
     except HeaderError as error:
         raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
     # A script may carry the headers of several systems.
-    for number, line in enumerate(lines if not options else (), start=2):
+    for number, line in enumerate(script.split("\n") if not options else (), start=1):
         for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
             raise InputError(
                 f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH line",
@@ -115,6 +105,19 @@ def read_header(script: str, report: ImportReport) -> Header:
     for option in options:
         apply_option(header, option, report)
     return header
+
+
+def _check_first(first: str, report: ImportReport) -> None:
+    interpreter = [os.path.basename(word) for word in first[2:].split() if word[0] != "-"]
+    if not first.startswith("#!") or interpreter[-1:] not in (["bash"], ["sh"], ["dash"]):
+        raise InputError(
+            f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
+            hint="the first line must be #! and a shell, such as #!/bin/bash",
+        )
+    if flags := [word for word in first.split()[1:] if word[0] == "-" and word != "-S"]:
+        why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
+        todo = "for a login shell: call `hpml submit` in one, or source the files in setup"
+        report.changed(1, first, why, todo if {"-l", "--login"} & {*flags} else "")
 
 
 def apply_option(header: Header, option: Option, report: ImportReport) -> None:

@@ -41,7 +41,7 @@ _OTHER_MPI = "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place"
 _QUIET_PYTHON = ("-u", "-O", "-B")
 
 
-class _StaysWhole(Exception):
+class _StaysWholeError(Exception):
     """A launcher cannot be removed: hpml has no counterpart of one of its options."""
 
 
@@ -255,7 +255,7 @@ def _try_launcher(launch: Launch, table: _Launcher, words: list[str]) -> None:
     launch.sizes, launch.variables = dict(launch.sizes), dict(launch.variables)
     try:
         _read_launcher(launch, table)
-    except _StaysWhole as error:
+    except _StaysWholeError as error:
         vars(launch).update(vars(before))
         why = f"{error}: a shell starts {before.program} as the script does"
         launch.lost(launch.source, why, "hpml cannot bind or watch its ranks by themselves")
@@ -281,22 +281,30 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
     hosts = launch.sizes.pop("hosts", "")
     if hosts and not {"per_node", "per_domain", "total"} & {*launch.sizes}:
         launch.lost(hosts, "the list of hosts decides the number of ranks", "correct it")
-    if table == _MPIRUN and ":" in launch.words:
-        place = launch.words.index(":")
-        why = "mpirun starts several programs; hpml starts the first"
-        launch.lost(" ".join(launch.words[place:]), why, "have one program choose by its RANK")
-        del launch.words[place:]
+    if table == _MPIRUN:
+        _cut_second(launch, "mpirun starts several programs; hpml starts the first")
     if table.launcher == "torchrun":
-        if launch.words and "no-python" not in names:
-            module = ["-m"] if {"m", "module"} & names else []
-            launch.words = [launch.python or "python", *module, *launch.words]
-        if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
-            why = "the program gets no argument --local_rank=N"
-            launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
+        _add_python(launch, names, who)
         if "total" not in launch.sizes:
             launch.sizes.setdefault("per_node", table.per_node)
     if table is _ACCELERATE:
         launch.changed(_OWN_FILE, "check that there is none, or that it changes nothing")
+
+
+def _add_python(launch: Launch, names: set[str], who: str) -> None:
+    if launch.words and "no-python" not in names:
+        module = ["-m"] if {"m", "module"} & names else []
+        launch.words = [launch.python or "python", *module, *launch.words]
+    if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
+        why = "the program gets no argument --local_rank=N"
+        launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
+
+
+def _cut_second(launch: Launch, why: str) -> None:
+    if ":" in launch.words:
+        place = launch.words.index(":")
+        launch.lost(" ".join(launch.words[place:]), why, "write a job file for each program")
+        del launch.words[place:]
 
 
 def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
@@ -311,7 +319,7 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
         if word == "--":
             break
         if word.startswith("\0"):
-            raise _StaysWhole(f"{shown(word)} may be options of {who}, known in the job only")
+            raise _StaysWholeError(f"{shown(word)} may be options of {who}, known in the job only")
         spelling, equals, value = word.lstrip("-").partition("=")
         name = spelling.replace("_", "-")
         target = targets.get(name, "")
@@ -321,7 +329,7 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
             word = f"{word} {value}"
         elif name not in targets and name not in flags:
             if table.launcher == "torchrun":
-                raise _StaysWhole(f"hpml has no counterpart of {shown(word)}")
+                raise _StaysWholeError(f"hpml has no counterpart of {shown(word)}")
             target = "!"
         names.add(name)
         if (target == "!" and value not in ("none", "0")) or flags.get(name):
@@ -369,11 +377,7 @@ def _read_srun(launch: Launch) -> None:
         if not launch.words[1:]:
             break
         launch.lost(launch.words.pop(0), why, "write the options into the draft's resources")
-    if ":" in launch.words:
-        place = launch.words.index(":")
-        why = "a heterogeneous job step; hpml starts the first program"
-        launch.lost(" ".join(launch.words[place:]), why, "write a job file for each program")
-        del launch.words[place:]
+    _cut_second(launch, "a heterogeneous job step; hpml starts the first program")
     for option in options:
         if option.name in _SRUN_SIZES:
             launch.sizes[_SRUN_SIZES[option.name]] = option.value.partition("-")[0]

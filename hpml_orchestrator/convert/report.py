@@ -47,15 +47,18 @@ class ImportReport:
 
     def __init__(self) -> None:
         self._notes: dict[ImportNote, None] = {}
+        self._dropped: set[tuple[int, str]] = set()
 
     def add(self, kind: Kind, line: int, text: str, why: str, todo: str = "") -> None:
         """Add a note; unprintable characters of its text are replaced."""
         text = " ".join(printable(text.replace("\\\n", " ").replace("\n", " ")).split())
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
-        same = ((note.line, note.text, note.kind) for note in self._notes)
-        if kind != "dropped" or (line, text, kind) not in same:  # one reason is enough
-            self._notes[ImportNote(line, text, kind, why, todo)] = None
+        if kind == "dropped":
+            if (line, text) in self._dropped:
+                return  # one reason is enough
+            self._dropped.add((line, text))
+        self._notes[ImportNote(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
         """Note something that must be done by hand."""

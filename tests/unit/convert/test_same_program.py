@@ -147,7 +147,7 @@ class Cluster:
             env=self.environment | given.environment | own,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=8,
             check=False,
         )
         assert record.exists(), done.stdout + done.stderr
