@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.launch import PYTHON, Launch, remove_launchers
+from hpml_orchestrator.convert.launch import PYTHON, Launch, is_launcher, remove_launchers
 from hpml_orchestrator.convert.report import OUTPUT, ImportReport
 from hpml_orchestrator.convert.shell import (
     Command,
@@ -275,6 +275,7 @@ class Body:
         else:
             starts = "/" in "".join(launch.words[:1]) or words[0] == "exec"
             starts = starts or (name not in _ORDINARY and _TRAINS.search(name) is not None)
+            starts = starts or (bool(launch.words) and is_launcher(launch.words))
         return launch if starts or launch.launcher not in ("", "srun") else None
 
     def _inner(self, text: str) -> list[list[str]]:

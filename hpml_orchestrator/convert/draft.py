@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass, field
 from getpass import getuser
 from pathlib import Path
@@ -84,6 +85,10 @@ _PLACEHOLDERS = {
 }
 _UNREADABLE_NAMES = re.compile(
     r"RANDOM|SECONDS|LINENO|_|\d*|SLURM_(CPUS_PER_TASK|N(TASKS|PROCS).*)"
+)
+_BY_SHELL = (
+    "a shell in each rank starts the program, as only the job knows all of its words: hpml cannot "
+    "check its arguments or vary them in a sweep"
 )
 _UNUSED = "nothing in the job file uses it, or hpml does itself what it was for"
 
@@ -225,14 +230,15 @@ class _Import:
         job = re.sub(r"[^A-Za-z0-9._+-]+", "-", job).lstrip("._+-")[:64] or "job"
         self.fields = _Fields(Job(job))
         self.exports: dict[str, str] = {}  # lines at the end of setup
-        places = [line.value for line in self.body.before if line.kind == "cd"]
-        self.workdir = places[-1] if places else start
+        self.workdir = start
         self.by_shell = self._needs_shell()
 
     def draft(self) -> Imported:
         """Return the draft; fields that do not load become comments."""
         self._read_copies()
         self._divide_lines()
+        for line in self.body.before:
+            self.workdir = line.value if line.kind == "cd" else self.workdir
         self._put_launcher()
         self._put_program()
         self._put_resources()
@@ -578,9 +584,7 @@ class _Import:
                     text = f'eval "$ARRAY_{name}"\n{text}'
                 self.exports.setdefault(name, line)
         self.fields.put("command", ("bash", "-c", _escaped(text)), launch.line)
-        why = "only the job knows all of its words: a shell in each rank starts the program"
-        todo = "hpml cannot check its arguments or vary them in a sweep: write them into `args`"
-        launch.changed(why, f"{todo} if you know them")
+        launch.changed(_BY_SHELL, "write them into `args` if you know them")
 
     def _put_resources(self) -> None:
         size, header, fields, sizes = self.size, self.header, self.fields, self.launch.sizes
@@ -699,7 +703,9 @@ class _Import:
             line.is_field = False
         line.is_field = line.is_field or line.in_setup
         if not line.is_field:
-            self.report.add("dropped", line.line, line.source, _UNUSED)
+            is_option = re.match(r"set\b", line.source)
+            why = "no shell line is left that it applies to" if is_option else _UNUSED
+            self.report.add("dropped", line.line, line.source, why)
 
     def _put_setup(self) -> None:
         """Set `environment.setup`; lines between those that it has are comments in it."""
@@ -764,6 +770,8 @@ class _Import:
             why = f"hpml sets {name} again after environment.setup"
             self.report.lost(line, text, why, f"write environment.variables.{name}")
             return False
+        if "{stage." in placed:  # setup does not know the paths of staged data
+            placed = self._filled(HOLE.sub('\0"\\1"\0', value.replace('"', ""))) or placed
         if has_hole(placed):
             self.exports[name] = f"export {name}={_shell_word(placed)}"
             return True
@@ -809,14 +817,15 @@ class _Import:
         for line in (*before, launch, *self.body.after):
             if line.source.startswith("#SBATCH") or line.line == 1:
                 line.is_field = line.line in lines or line.line == 1
-            elif line.is_field and line.line not in lines:
-                for number in range(line.line, line.end + 1):
-                    lines.setdefault(number, set()).add(program)
+            for number in range(line.line, line.end + 1) if line.is_field else ():
+                lines.setdefault(number, lines.get(line.line, {program}))
         rest = [one for one in region if one.line > last]
         places = ("resources", "environment", "stage", "collect", "checkpoint")
         there = [name for name in places if name in self.fields.written()]
         header = before[: len(before) - len(region)]
         above: dict[str, list[str]] = {}
+        if self.by_shell:
+            above["command"] = [f"# {row}" for row in textwrap.wrap(_BY_SHELL, 94)]
         for name, some in (("resources", header), ("environment", rest)):
             place = next((one for one in there if places.index(one) >= places.index(name)), "")
             above.setdefault(place, []).extend(self._commented(some))

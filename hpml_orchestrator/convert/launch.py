@@ -145,7 +145,7 @@ def _cut_wrapper(launch: Launch) -> None:
     words = launch.words
     if launch.program in ("bash", "sh") and re.fullmatch(r"-\w*c", "".join(words[1:2])):
         commands = launch.inner(shown(words[2])) if words[2:] else []
-        starts = [one for one in commands if one and _is_launcher(one)]
+        starts = [one for one in commands if one and is_launcher(one)]
         if len(starts) != 1:
             return
         launch.words = starts[0]
@@ -161,7 +161,8 @@ def _cut_wrapper(launch: Launch) -> None:
         launch.words = words[place:]
 
 
-def _is_launcher(words: list[str]) -> bool:
+def is_launcher(words: list[str]) -> bool:
+    """Whether a command line starts a launcher."""
     program, rest = os.path.basename(words[0]), [w for w in words[1:] if w not in _QUIET_PYTHON]
     module = PYTHON.fullmatch(program) and rest[:1] == ["-m"] and "".join(rest[1:2]) in _MODULES
     return program == "srun" or program in _LAUNCHERS or bool(module)
