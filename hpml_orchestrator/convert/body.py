@@ -124,7 +124,8 @@ class Body:
         place = self._lines.index(self.line)
         self.before, self.after = self._lines[:place], self._lines[place + 1 :]
         # Later lines must not change the variables and the directory of the launch.
-        values.variables, values.directory, values.sourced = self._seen[id(self.line)]
+        now = (values.variables, values.directory, values.sourced)
+        values.variables, values.directory, values.sourced = self._seen.get(id(self.line), now)
 
     def add(
         self, kind: str, part: Command | Statement, value: str = "", words: tuple[str, ...] = ()
@@ -299,8 +300,11 @@ class Body:
             defined = set(re.findall(r"^(?:function )?(\w+)", "\n".join(functions), re.MULTILINE))
             for line in self._lines:
                 name = os.path.basename("".join(line.words[:1]))
-                if line.kind == "keep" and name and name not in _ORDINARY | defined:
-                    line.launch = Launch(line.line, line.source, [*line.words], line.directories[0])
+                is_srun = line.source.startswith("srun ")
+                if is_srun or (line.kind == "keep" and name and name not in _ORDINARY | defined):
+                    words = self._inner(line.source)[0] if is_srun else [*line.words]
+                    line.launch = Launch(line.line, line.source, words, line.directories[0])
+                    remove_launchers(line.launch)
                     launches.append((line, line.launch))
         if not launches:
             raise InputError(

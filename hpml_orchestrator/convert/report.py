@@ -50,8 +50,9 @@ class ImportReport:
         self._dropped: set[tuple[int, str]] = set()
 
     def add(self, kind: Kind, line: int, text: str, why: str, todo: str = "") -> None:
-        """Add a note; unprintable characters of its text are replaced."""
-        text = " ".join(printable(text.replace("\\\n", " ").replace("\n", " ")).split())
+        """Add a note; its texts become one line each, without unprintable characters."""
+        texts = (text.replace("\\\n", " "), why, todo)
+        text, why, todo = (" ".join(printable(one).split()) for one in texts)
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
         if kind == "dropped":

@@ -86,8 +86,8 @@ def test_a_draft_through_a_shell_runs(hpml: Hpml, shell: Shell) -> None:
         "#!/bin/bash\n#SBATCH --time=5\nL=(x 'y z')\nL+=($(echo w))\nrun_dir=r\n"
         "srun printf '<%s>' \"${L[@]}\" *.txt ${run_dir} {run.dir}\n"
     )
-    assert hpml("import", "job.sh", "-o", "job.yaml").code == 0
-    done = hpml("run", "--local", "job.yaml")
+    assert hpml("import", "job.sh", "-o", "shell.yaml").code == 0
+    done = hpml("run", "--local", "shell.yaml")
     assert "<x><y z><w><a.txt><r><{run.dir}>" in done.out + done.err
 
 

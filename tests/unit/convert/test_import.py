@@ -222,6 +222,7 @@ DRAFTS: list[tuple[str, str, str]] = [  # script, a part of its draft, a part of
     ("kernprof -l train.py", "command: [kernprof, -l, train.py]", ""),
     ("nnUNetv2_train 1 2d 0", "command: [nnUNetv2_train, '1', 2d, '0']", ""),
     ("gmx mdrun", "command: [gmx, mdrun]", ""),
+    ("srun -n 2 hostname", "command: [hostname]", ""),
     ("numactl --cpunodebind=0 python t.py", "[numactl, --cpunodebind=0,", "numactl: hpml binds"),
     ("srun --multi-prog conf", "command: [conf]", "srun --multi-prog: a job file has no"),
     ("srun --mpi=cray_shasta ./solve", "command: [./solve]", "use none, pmix or pmi2"),
