@@ -50,6 +50,7 @@ _LITERAL = re.compile(  # text in which the grammar may have missed expansions
 )
 _OPEN_DOLLAR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # not escaped, at the end of a part
 _BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
+_REDIRECT = re.compile(r"[<>]")
 _ARRAY_BLANKS = re.compile(r"(?:\s|\\\n|#.*)+")
 _BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
 _ASSIGNMENTS = re.compile(r"^[ \t]*[A-Za-z_]\w*=.*[ \t][A-Za-z_]\w*=", re.ASCII | re.MULTILINE)
@@ -296,29 +297,36 @@ def _statement(node: Node, line: int) -> Statement:
 
 def _command(node: Node, operator: str, line: int) -> Command:
     command = Command(operator, line, _text(node).rstrip())
-    words, before = [], None
+    words = []
     for child in [node] if node.type == "variable_assignment" else node.children:
         if child.type == "variable_assignment" and child.children[0].type == "variable_name":
             command.assignments += (_assignment(child),)
         elif child.type.endswith("_redirect"):
             command.redirects.append(_text(child))
         elif child.type != "comment":
-            words.append(_word_after(before, child, _BLANKS))
-        before = child
-    command.words = tuple(words)
+            words.append(child)
+    is_test = node.type == "test_command"
+    command.words = tuple(map(_word, words) if is_test else _words(words, _BLANKS))
     return command
 
 
-def _word_after(before: Node | None, node: Node, blanks: re.Pattern[str]) -> ShellWord:
-    """Read a word; with the `$` of `$"text"`, which the grammar leaves out, it is an expansion."""
-    gap, parent = "", node.parent
-    if before is not None and parent is not None:
-        start = parent.start_byte
-        gap = _decode((parent.text or b"")[before.end_byte - start : node.start_byte - start])
-    if before is None or blanks.fullmatch(gap) or (parent and parent.type == "test_command"):
-        return _word(node)
-    source = gap.strip() + _text(node)
-    return ShellWord(source, (Part(source, is_expansion=True),))
+def _words(nodes: list[Node], blanks: re.Pattern[str]) -> Iterator[ShellWord]:
+    """Yield words; the grammar divides `$"text"`, which becomes one expansion again."""
+    word = None
+    for before, node in zip([None, *nodes], nodes, strict=False):
+        gap = ""
+        if before is not None and node.parent is not None:
+            start, raw = node.parent.start_byte, node.parent.text or b""
+            gap = _decode(raw[before.end_byte - start : node.start_byte - start])
+        if word is not None and not blanks.search(gap) and not _REDIRECT.search(gap):
+            source = word.source + gap + _text(node)
+            word = ShellWord(source, (Part(source, is_expansion=True),))
+            continue
+        if word is not None:
+            yield word
+        word = _word(node)
+    if word is not None:
+        yield word
 
 
 def _assignment(node: Node) -> Assignment:
@@ -326,8 +334,7 @@ def _assignment(node: Node) -> Assignment:
     items = None
     if value and value[0].type == "array":
         inner = [n for n in value[0].children if n.is_named and n.type != "comment"]
-        pairs = zip([None, *inner], inner, strict=False)
-        items = tuple(_word_after(before, after, _ARRAY_BLANKS) for before, after in pairs)
+        items = tuple(_words(inner, _ARRAY_BLANKS))
     word = _word(value[0]) if value else ShellWord("", ())
     return Assignment(_text(name), sign.type == "+=", word, items)
 
