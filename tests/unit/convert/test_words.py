@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.convert.draft import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobfile.load import parse_yaml
+from hpml_orchestrator.jobfile.text import unescaped
 
 ENVIRONMENT = {"HOME": "/home/ada", "U": "u v", "W": "w", "PATH": "/usr/bin:/bin"}
 CONTEXT = ImportContext("/", "/", ENVIRONMENT)
@@ -61,7 +62,7 @@ def word(argument: str) -> str:
     st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8),
 )
 def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: list[str]) -> None:
-    """Or the script is refused, or a line of setup refuses the value when the job starts."""
+    """Or bash refuses the script, or a line of setup fails as the script's would not."""
     script = "\n".join([*assignments, f"python t.py {''.join(fragments)}", ""])
     try:
         made = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT)
@@ -71,6 +72,9 @@ def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: l
     environment = job.get("environment", {})
     exports = [f"export {k}={shlex.quote(v)}" for k, v in environment.get("variables", {}).items()]
     command = f"python t.py {' '.join(map(word, job.get('args', [])))}"
+    if "command" in job:  # through a shell, which finds what setup exports
+        text = unescaped(job["command"][2]).replace("exec python", "python")
+        command = f"export -f python; bash -c {shlex.quote(text)}"
     lines = ["set -e", environment.get("setup", ""), *exports, command]
     imported = run("\n".join(lines))
     assert imported in (None, run(script))
