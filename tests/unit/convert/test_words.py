@@ -30,7 +30,7 @@ FRAGMENTS = (
     "$((1+2))", '"$((N+1))"', "${L[0]}", '"${L[@]}"', "${L[@]}", "${#L[@]}", "$U", '"$U"', "$W",
     '"${Q:-z y}"', "$(echo h)", '"$(echo h i)"', "`echo k`", "~", "~/p", "{", "}", "#", "=", "é",
     '"a\\\\b"', "\\\\", "$", '"$"', "$'t\\tq'", '"a\\\nb"', "/", "[", '""', "''", "*", "{1,2}",
-    "${A%c}", "$A/$W/x", "/$A-$A.b", "$$", "\\$@", '"$@"', "\\ ", " ", " ", " ",
+    "${A%c}", "$A/$W/x", "/$A-$A.b", "\\$@", '"$@"', "\\ ", " ", " ", " ",
 )  # fmt: skip
 
 
@@ -64,6 +64,8 @@ def word(argument: str) -> str:
 def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: list[str]) -> None:
     """Or bash refuses the script, or a line of setup fails as the script's would not."""
     script = "\n".join([*assignments, f"python t.py {''.join(fragments)}", ""])
+    if "$$" in script:  # the id of a process: another one in each run
+        return
     try:
         made = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT)
     except HpmlError:
