@@ -55,7 +55,7 @@ COMMANDS = {
         "advise", "advise", "Estimate whether a job fits into GPU and node memory.", _JOBS
     ),
     "import": CommandEntry(
-        "importing",
+        "new",
         "import_",
         "Convert an sbatch script to a job file; warnings go to stderr.",
         _JOBS,

@@ -1,4 +1,4 @@
-"""Command `new`: start from an example, or write a job file for your own script."""
+"""Commands `new` and `import`: start from an example, your own script, or an sbatch script."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import string
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ import typer
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_with
+from hpml_orchestrator.convert.draft import ImportContext, import_script
+from hpml_orchestrator.convert.report import report_lines
+from hpml_orchestrator.convert.shell import read_script
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
 from hpml_orchestrator.jobfile.write import one_line
 from hpml_orchestrator.records.files import write_users_file
@@ -276,3 +280,65 @@ def _job_of(script: str, target: Path) -> bytes:
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "train"
     job = _JOB.substitute(name=one_line(name), start=f"launcher: {launcher}\n{start}", ranks=ranks)
     return job.encode("utf-8", "surrogateescape")
+
+
+# `hpml import`: convert an sbatch script to a job file.
+
+
+def import_(
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The sbatch script.", show_default=False)
+    ],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="JOB_FILE",
+            help="Write the job file there instead of to stdout.",
+            show_default=False,
+        ),
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="With --output: replace an existing file.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert an sbatch script to a job file; warnings go to stderr.
+
+    The script is only read, never run.
+    """
+    directory = os.getcwd()
+    target = None if output in ("", "-") else Path(os.path.abspath(output))
+    if target is not None and target.suffix.lower() == ".toml":
+        raise InputError("is written as YAML", field="--output", value=output, hint="job.yaml")
+    if target is not None and not force and os.path.lexists(target):
+        raise InputError(
+            "already exists", field="--output", value=output, hint="--force replaces it"
+        )
+    base = str(target.parent) if target else directory
+    context = ImportContext(directory=directory, base=base, environment=dict(os.environ))
+    name = os.path.basename(script)
+    made = import_script(read_script(Path(script)), name=name, context=context)
+    if target is not None:
+        try:
+            write_users_file(target, made.text)
+        except RecordError as error:
+            raise InputError(str(error), hint="name another file with --output") from error
+    if as_json:
+        print_json(
+            {
+                "output": str(target) if target else None,
+                "job": made.job.to_json(),
+                "text": made.text,
+                "findings": [note.to_json() for note in made.notes],
+            }
+        )
+        return
+    if target is None:
+        sys.stdout.buffer.write(made.text.encode("utf-8"))
+        sys.stdout.flush()
+    for line in report_lines(name, made.notes):
+        typer.echo(line, err=True)
+    if target is not None:
+        typer.echo(f"wrote {output}; `hpml check {output}` judges it", err=True)

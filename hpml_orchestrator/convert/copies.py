@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.convert.values import HOLE, has_hole, hole_names, shown
-from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobfile.text import NODE_DIRECTORIES
+from hpml_orchestrator.records.job import Collect, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hpml_orchestrator.convert.values import Values
+    from collections.abc import Callable, Collection, Sequence
 
 LOCAL = re.compile(
     r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
@@ -44,27 +42,23 @@ _OUTPUT = re.compile(  # options and variables whose values a program usually wr
 
 
 @dataclass
-class CopiedEntry:
+class _Entry:
     """One entry of `stage`.
 
     Attributes:
         place: the directory on the node that the script uses.
         file: its name there if the source is one file, else empty.
+        line: of the copy.
         is_used: whether an argument or a variable names it.
     """
 
     name: str
     source: str
-    kind: str
+    kind: Any
     place: str
-    file: str = ""
+    file: str
+    line: int
     is_used: bool = False
-
-    def entry(self, source: str) -> dict[str, str]:
-        """Return it as the job file has it."""
-        entry = {"name": self.name, "source": source}
-        entry |= {"kind": self.kind} if self.kind != "auto" else {}
-        return entry | ({"target": "shm"} if self.place.startswith("/dev/shm") else {})  # noqa: S108
 
 
 @dataclass(frozen=True)
@@ -80,27 +74,32 @@ class _Result:
 class Copies:
     """What a script copies to its nodes and back.
 
+    Args:
+        own: variables that the script sets.
+
     Attributes:
         staged: entries of `stage`.
         results: what is copied back.
-        directory: the script's current directory if that is on the node's own disk, else empty.
-        moved: results that the program writes to the job's own directory instead.
+        directory: current directory of the script on the shared file system; empty if only the job
+            can compute it.
+        on_node: the same if it is on the node's own disk, else empty.
+        line: the line that is being read, with its `text`.
     """
 
-    def __init__(self, values: Values) -> None:
-        self.values = values
-        self.staged: list[CopiedEntry] = []
+    def __init__(self, own: Collection[str]) -> None:
+        self._own = own
+        self.staged: list[_Entry] = []
         self.results: list[_Result] = []
-        self.directory = ""
-        self.moved: list[str] = []
+        self.directory = self.on_node = ""
+        self.line, self.text = 0, ""
+        self._moved: list[str] = []  # results that the program writes to the job's own directory
         self._made: set[str] = set()  # what the script makes or removes before the launch
         self._copied: set[str] = set()  # directories that it copies there
 
     def path(self, text: str) -> str:
         """Return an absolute path; it may start with the variable of a node's directory."""
-        text = self.values.at_submission(text)
         if not text.startswith(("\0", "/")):
-            text = os.path.join(self.directory or self.values.directory, text)
+            text = os.path.join(self.on_node or self.directory, text)
         return os.path.normpath(_HOLE_OF_JOB.sub('\0"$\\1"\0', text))
 
     def is_local(self, text: str) -> bool:
@@ -114,7 +113,7 @@ class Copies:
             return self._unpack(" ".join(words))
         options = [word for word in words[1:] if word.startswith("-")]
         paths = [word for word in words[1:] if not word.startswith("-")] or [""]
-        *sources, target = map(self.values.at_submission, paths)
+        *sources, target = paths
         if name in ("mkdir", "rm"):
             self._made |= {self.path(path) for path in (*sources, target)}
         if name not in ("cp", "rsync") or not sources or not self.is_local(target):
@@ -123,7 +122,7 @@ class Copies:
         # `HOST:PATH` or something on the node itself.
         if any(has_hole(word) or ":" in word or _ROOT.match(word) for word in sources):
             return False
-        known = self.values.directory or all(word.startswith("/") for word in sources)
+        known = self.directory or all(word.startswith("/") for word in sources)
         if not (known and all(map(_PLAIN_OPTION.fullmatch, options))):
             return False
         place = self.path(target)
@@ -149,8 +148,8 @@ class Copies:
 
     def _unpack(self, command: str) -> bool:
         """Read `tar -xf ARCHIVE -C DIRECTORY`, and nothing else."""
-        match = _UNPACK.fullmatch(self.values.at_submission(command))
-        place = match[2] or self.values.directory if match else ""
+        match = _UNPACK.fullmatch(command)
+        place = match[2] or self.directory if match else ""
         if match is None or not self.is_local(place):
             return False
         place, archive = self.path(place), self.path(match[1])
@@ -158,19 +157,19 @@ class Copies:
             if entry.file and os.path.join(entry.place, entry.file) == archive:
                 entry.kind, entry.file, entry.place = "tar", "", place
                 return True
-        if match[1] == "-" or has_hole(match[1]) or not self.values.directory:
+        if match[1] == "-" or has_hole(match[1]) or not self.directory:
             return False
         self._add(match[1], "auto" if _ARCHIVE.search(match[1]) else "tar", place)
         return True
 
     def _add(self, source: str, kind: str, place: str, file: str = "") -> None:
-        source = os.path.normpath(os.path.join(self.values.directory, source))
+        source = os.path.normpath(os.path.join(self.directory, source))
         stem = re.sub(r"\.(tar|gz|tgz|xz|bz2|zip|h5|csv)\b", "", os.path.basename(source))
         name = re.sub(r"[^a-z0-9_]+", "_", stem.lower()).strip("_")[:28] or "data"
         name = name if name[0].isalpha() else f"d_{name}"
         taken = {entry.name for entry in self.staged}
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
-        self.staged.append(CopiedEntry(unique, source, kind, place, file))
+        self.staged.append(_Entry(unique, source, kind, place, file, self.line))
         if not file:
             self._copied.add(place)
 
@@ -200,84 +199,97 @@ class Copies:
         if around or written or not all(entry.is_used for entry in self.staged):
             self.staged.clear()
 
-    def move_results(self, values: Sequence[str], *, shell_works_there: bool) -> None:
+    def move_results(self, values: Sequence[str], *, shell_works_there: bool) -> list[str]:
         """Move results that other jobs may also write to the job's own directory.
 
         `/tmp` and often `$TMPDIR` are shared by the jobs of a node, so `collect` of a directory
-        that the script never makes could bring the files of others.
+        that the script never makes could bring the files of others. Results stay in their place if
+        lines of the shell work on the node's disk, too, or no argument names them.
 
-        Args:
-            values: arguments and exports.
-            shell_works_there: whether lines of setup work on the node's disk.
-
-        Raises:
-            InputError: no argument or export names the results, so they cannot be moved.
+        Returns:
+            The places that stay though other jobs may write there.
         """
         made = {path for path in self._made if path != _root(path)}
-        known = made | self._copied
+        doubtful = []
         for result in self.results:
             place = result.place
             is_own = _OF_JOB.match(place) is not None  # such as /tmp/$SLURM_JOB_ID
             is_shared = place.startswith(("/", _SHARED))
-            if not is_shared or (not is_own and any(_contains(one, place) for one in known)):
+            if not is_shared or (not is_own and any(map(_holds(place), made | self._copied))):
                 continue
-            self.moved.append(place)
+            self._moved.append(place)
             moved = [self.replaced(value) for value in values]
             named = moved != [*values] and not any(shown(place) in shown(value) for value in moved)
             if shell_works_there or not named or (is_own and made):
-                why = "other jobs may also write there, as the script does not make the directory"
-                hint = "write `mkdir` for it before the launch, or name it in an argument"
-                if is_own:
-                    why = "lines before the launch also work there"
-                    hint = "write a path without the job's id, such as $TMPDIR/out"
-                raise lost_results(result.line, result.text, why, hint)
+                self._moved.remove(place)
+                doubtful.append(place)
+        return doubtful
 
-    def take_back(self, words: Sequence[str], line: int, text: str) -> bool:
-        """Add a copy of results on the node; return False if they are on shared storage.
+    def take_back(self, words: Sequence[str]) -> str | None:
+        """Add a copy of results on the node.
 
-        Raises:
-            InputError: `collect` cannot copy the same.
+        Returns:
+            Empty if `collect` copies the same; else the reason why it cannot. None if the results
+            are on shared storage.
         """
         options = [word for word in words[1:] if word.startswith("-")]
         paths = [word for word in words[1:] if not word.startswith("-")] or [""]
-        *sources, target = map(self.values.at_submission, paths)
+        *sources, target = paths
         name = os.path.basename(words[0])
-        if not any(map(self._may_be_local, (*sources, target) if name == "tar" else sources)):
-            return False
+        if not any(map(self._may_be_local, paths if name == "tar" else sources)):
+            return None
         is_tree = any(map(_RECURSIVE.match, options))
         if len(sources) == 1 and not is_tree and _is_file_name(sources[0], target):
             target = os.path.dirname(target)  # collect names a directory
         # A directory that is named after the job: collect makes one for each run.
         target = re.sub("(^|/)[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
         plain = name in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
-        if has_hole(target) or not (target.startswith("/") or self.values.directory):
-            why = "only the job can compute where they go"
-            raise lost_results(line, text, why, "write the directory out")
+        if has_hole(target) or not (target.startswith("/") or self.directory):
+            return "only the job can compute where the results go"
         if not plain or ":" in target:
-            raise lost_results(line, text, f"{name} does more than copy a file or directory")
-        target = os.path.normpath(os.path.join(self.values.directory, target))
-        for source in sources:
-            place = self.path(source.removesuffix("/."))
+            return f"{name} does more than copy a file or directory"
+        target = os.path.normpath(os.path.join(self.directory, target))
+        places = [self.path(source.removesuffix("/.")) for source in sources]
+        for place in places:
             root = _root(place)
-            changed = {*hole_names(root)} & self.values.variables.keys()
             if place == root:
-                raise lost_results(line, text, "other files are there, too")
-            if changed or not root or has_hole(place[len(root) :]):
-                raise lost_results(line, text, "only the job can compute where they are")
-            self.results.append(_Result(place, target, line, text))
-        return True
+                return "other files are there, too"
+            own = {*hole_names(root)} & {*self._own}
+            if own or not root or has_hole(place[len(root) :]) or re.search(r"[*?]", place):
+                return "only the job can compute where the results are"
+        self.results += [_Result(place, target, self.line, self.text) for place in places]
+        return ""
 
     def _may_be_local(self, path: str) -> bool:
         """Whether a path is on the node's own disk, or only the job can compute where it is."""
         hole = HOLE.match(path)
         unknown = hole is not None and hole_names(hole[0])[0] not in ("HOME", "USER")
         if not path.startswith(("\0", "/")):
-            unknown = not (self.directory or self.values.directory)
+            unknown = not (self.on_node or self.directory)
         return self.is_local(path) or unknown
 
-    def collected(self, place: str) -> str:
-        """Return the path of results as `collect` has it."""
-        return HOLE.sub(lambda m: f"{{env.{m[1].strip(chr(34))[1:]}}}", self.replaced(place))
+    def stages(self, relative: Callable[[str], str]) -> tuple[Stage, ...]:
+        """Return the field `stage`.
+
+        Args:
+            relative: makes a path as it is in the job file.
+        """
+        return tuple(
+            Stage(
+                name=one.name,
+                source=relative(one.source),
+                kind=one.kind,
+                target="shm" if one.place.startswith("/dev/shm") else "local",  # noqa: S108
+            )
+            for one in self.staged
+        )
+
+    def collected(self, result: _Result, relative: Callable[[str], str]) -> Collect:
+        """Return an entry of `collect`."""
+        source = HOLE.sub(
+            lambda m: f"{{env.{m[1].strip(chr(34))[1:]}}}", self.replaced(result.place)
+        )
+        return Collect(source=source, target=relative(result.target))
 
     def replaced(self, value: str) -> str:
         """Return a value with a placeholder in place of the path of staged data."""
@@ -287,7 +299,7 @@ class Copies:
         if "/" not in value and not value.startswith(("\0", ".")):
             return value
         path = self.path(value)
-        for place in self.moved:
+        for place in self._moved:
             if _contains(path, place) or _contains(place, path):
                 own = "shm.dir" if path.startswith("/dev/shm") else "local.dir"  # noqa: S108
                 return f"{{{own}}}{path[len(_root(path)) :]}"
@@ -300,6 +312,10 @@ class Copies:
         best.is_used = True
         rest = f"/{os.path.basename(best.source)}" if exact else path[len(best.place) :]
         return f"{{stage.{best.name}}}{rest}"
+
+
+def _holds(path: str) -> Callable[[str], bool]:
+    return lambda directory: _contains(directory, path)
 
 
 def _contains(directory: str, path: str) -> bool:
@@ -321,15 +337,3 @@ def _root(path: str) -> str:
         return match[0]
     match = HOLE.match(path)
     return match[0] if match and hole_names(match[0])[0] in NODE_DIRECTORIES else ""
-
-
-def lost_results(
-    line: int,
-    text: str,
-    why: str = "hpml does not evaluate it",
-    hint: str = "name one file or directory on the node's disk: `cp -r $TMPDIR/out results/`",
-) -> InputError:
-    """Return the error about a line that copies results in a way that `collect` cannot."""
-    return InputError(
-        f"line {line}: {shown(text)}: `collect` cannot copy back the same files: {why}", hint=hint
-    )

@@ -1,4 +1,4 @@
-"""Read the `#SBATCH` header of a script."""
+"""Read the `#SBATCH` header of a script, and compute what Slurm would give the job."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from hpml_orchestrator.scheduler.slurm.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
+
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
 _SIGNAL_SECONDS = 60  # Slurm's default
 _REQUEUES_ITSELF = re.compile(r"^[^#\n]*\bscontrol\s+requeue\b", re.MULTILINE)
-_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Header:
     numbers: dict[str, int] = field(default_factory=dict)
     gpus: dict[str, Gpus] = field(default_factory=dict)
     mail_on: list[str] = field(default_factory=list)
-    extra: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Option] = field(default_factory=dict)
     signal: str = ""
     signal_seconds: int = 0
     requeue: list[str] = field(default_factory=list)
@@ -73,9 +75,39 @@ def read_header(script: str, report: ImportReport) -> Header:
     """Return what the header of a script requests; the last option of a name counts.
 
     Raises:
-        InputError: it is not a shell script for Slurm, or sbatch would refuse the header.
+        InputError: it is not a shell script for Slurm, or sbatch cannot read the header.
     """
-    first, *lines = script.split("\n")
+    _check_first(script.partition("\n")[0], report)
+    try:
+        words = list(header_words(script))
+        hetjob = next((n for n, one in enumerate(words) if one.text == "hetjob"), len(words))
+        options, others = read_options(words[:hetjob], SBATCH)
+    except HeaderError as error:
+        raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
+    # A script may carry the headers of several systems.
+    for number, line in enumerate(script.split("\n") if not options else (), start=1):
+        for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
+            raise InputError(
+                f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH line",
+                hint="`hpml import` reads scripts for sbatch; write the #SBATCH lines first",
+            )
+    for word in others:
+        why, todo = "not an option: sbatch refuses it", "remove it, or quote a value with blanks"
+        report.lost(word.line, word.text, why, todo)
+    for word in words[hetjob : hetjob + 1]:
+        why = "hpml has no heterogeneous jobs: the draft asks for the first component only"
+        report.lost(word.line, "hetjob", why, "write a job file for each component")
+        for other in words[hetjob + 1 :]:
+            report.add("dropped", other.line, other.text, why)
+    header = Header()
+    if _REQUEUES_ITSELF.search(script):
+        header.requeue.append("time_limit")
+    for option in options:
+        apply_option(header, option, report)
+    return header
+
+
+def _check_first(first: str, report: ImportReport) -> None:
     interpreter = [os.path.basename(word) for word in first[2:].split() if word[0] != "-"]
     if not first.startswith("#!") or interpreter[-1:] not in (["bash"], ["sh"], ["dash"]):
         raise InputError(
@@ -86,67 +118,34 @@ def read_header(script: str, report: ImportReport) -> Header:
         why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
         todo = "for a login shell: call `hpml submit` in one, or source the files in setup"
         report.changed(1, first, why, todo if {"-l", "--login"} & {*flags} else "")
-    try:
-        options, others = read_options(list(header_words(script)), SBATCH)
-    except HeaderError as error:
-        raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
-    # A script may carry the headers of several systems; only one without any `#SBATCH` line is
-    # refused.
-    for number, line in enumerate(lines if not options else (), start=2):
-        for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
-            raise InputError(
-                f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH line",
-                hint="`hpml import` reads scripts for sbatch; write the #SBATCH lines first",
-            )
-    for word in others:
-        known = {"hetjob": "hpml has no heterogeneous jobs: write a script per component"}
-        raise InputError(
-            f"line {word.line}: {word.text!r} in an #SBATCH line is not an option",
-            hint=known.get(word.text, "remove it, or quote a value with blanks"),
-        )
-    header = Header()
-    if _REQUEUES_ITSELF.search(script):
-        header.requeue.append("time_limit")
-    for option in options:
-        try:
-            apply_option(header, option, report)
-        except ValueError as error:
-            raise InputError(
-                f"line {option.line}: {option.shown}: {error}",
-                hint="correct the line; Slurm also refuses it",
-            ) from None
-    return header
 
 
 def apply_option(header: Header, option: Option, report: ImportReport) -> None:
-    """Add an option to a header.
-
-    Raises:
-        ValueError: Slurm would refuse its value.
-    """
+    """Add an option to a header; one that Slurm would refuse is noted instead."""
     name, value = option.name, option.value
-    for other in _MEMORY if name in _MEMORY else ():
+    for other in MEMORY if name in MEMORY else ():
         # sbatch's three memory options exclude each other, and the last one counts.
         if other != name and (earlier := header.options.pop(other, None)):
             del header.numbers[other]
             why = f"--{name} in line {option.line} replaces it"
-            report.lost(earlier.line, earlier.shown, why)
+            report.add("dropped", earlier.line, earlier.shown, why)
+    try:
+        if name in _NUMBERS:
+            header.numbers[name] = _NUMBERS[name](value)
+        elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
+            header.gpus[name] = parse_gpu_option(value)
+        elif name in _SPECIAL:
+            _SPECIAL[name](header, option, report)
+        elif name in _NOT_CARRIED:
+            kind, why, todo = _NOT_CARRIED[name]
+            report.add(kind, option.line, option.shown, why, todo)
+        elif name not in _TEXTS:
+            _extra(header, option, report)
+    except ValueError as error:
+        why = f"Slurm refuses it, too: {error}"
+        report.lost(option.line, option.shown, why, "correct the value")
+        return
     header.options[name] = option
-    if name in _NUMBERS:
-        header.numbers[name] = _NUMBERS[name](value)
-    elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
-        header.gpus[name] = parse_gpu_option(value)
-    elif name in _SPECIAL:
-        _SPECIAL[name](header, option, report)
-    elif name in _NOT_CARRIED:
-        kind, why, todo = _NOT_CARRIED[name]
-        if value == "singleton":
-            why = "a job file names the runs that a job waits for"
-            todo = "`hpml submit --after any:RUN JOB_FILE`, or `checkpoint` if the runs continue"
-            todo += " one another"
-        report.add(kind, option.line, option.shown, why, todo)
-    elif name not in _TEXTS:
-        _extra(header, option, report)
 
 
 def _extra(header: Header, option: Option, report: ImportReport) -> None:
@@ -154,7 +153,7 @@ def _extra(header: Header, option: Option, report: ImportReport) -> None:
     if option.known and re.fullmatch(
         r"--[a-z][a-z0-9-]*(=[\w.,:@/+=%*()\[\]|&-]+)?", text, re.ASCII
     ):
-        header.extra[option.name] = text
+        header.extra[option.name] = Option(option.name, text, option.shown, option.line, known=True)
     else:
         why = "its value has odd characters" if option.known else "hpml does not know this option"
         report.lost(option.line, option.shown, why, "write it into resources.extra if you need it")
@@ -170,11 +169,10 @@ def _nodes(header: Header, option: Option, report: ImportReport) -> None:
 
 def _gres(header: Header, option: Option, report: ImportReport) -> None:
     parts = [part for part in split_list(option.value) if part and part.lower() != "none"]
-    # Only GPUs have a field in the job file; the rest of `--gres`, such as local disks, stays an
-    # option.
     gpus = [part for part in parts if re.match(r"(gres[:/])?gpu\b", part)]
     if gpus:
         header.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))
+    # Only GPUs have a field; the rest of `--gres`, such as local disks, stays an option.
     if others := ",".join(part for part in parts if part not in gpus):
         _extra(header, Option("gres", others, option.shown, option.line, known=True), report)
 
@@ -209,7 +207,7 @@ _NUMBERS: dict[str, Callable[[str], int]] = {
     **dict.fromkeys(
         "ntasks ntasks-per-node ntasks-per-gpu cpus-per-task cpus-per-gpu".split(), parse_count
     ),
-    **dict.fromkeys(_MEMORY, parse_mebibytes),
+    **dict.fromkeys(MEMORY, parse_mebibytes),
     "time": lambda text: parse_time_limit(text) or 0,
 }
 _TEXTS = frozenset(
@@ -231,7 +229,7 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     "dependency": (
         "lost",
         "the id of the other job changes with each submission",
-        "name the other run: `hpml submit --after RUN JOB_FILE`",
+        "name the run that must end first: `hpml submit --after [any:]RUN JOB_FILE`",
     ),
     "clusters": ("lost", "hpml submits to the cluster it runs on", "run it on a login node there"),
     "comment": ("lost", "hpml writes the run's id there", ""),
@@ -246,3 +244,77 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
         ("dropped", "not needed in a job file", ""),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gives to the script: `gpus` and `cpus` of each node.
+
+    `tasks` are those of the job, None if the header does not say.
+    """
+
+    nodes: int
+    tasks: int | None
+    gpus: Gpus
+    cpus: int
+
+
+def allocation(header: Header, report: ImportReport) -> Allocation:
+    """Return the allocation; if Slurm may choose the number of nodes, the fewest."""
+    numbers = header.numbers
+    per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
+    all_gpus, gpus = header.gpus.get("gpus", Gpus(())), header.gpus.get("gpus-per-node", Gpus(()))
+    nodes = _node_count(header, per_node, tasks, report)
+    if not gpus.count:
+        gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
+    if tasks is None and per_node:
+        tasks = nodes * per_node
+    if tasks is None and "ntasks-per-gpu" in numbers:
+        tasks = numbers["ntasks-per-gpu"] * nodes * gpus.count or None
+    tasks_per_node = -(-tasks // nodes) if tasks else 1
+    if not gpus.count and "gpus-per-task" in header.gpus:
+        each = header.gpus["gpus-per-task"].kinds
+        gpus = Gpus(tuple((kind, number * tasks_per_node) for kind, number in each))
+    if not gpus.count and tasks and numbers.get("ntasks-per-gpu"):
+        gpus = Gpus((("", -(-tasks_per_node // numbers["ntasks-per-gpu"])),))
+    cpus = tasks_per_node * numbers.get("cpus-per-task", 1)
+    if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
+        cpus = numbers["cpus-per-gpu"] * gpus.count
+    return Allocation(nodes, tasks, gpus, cpus or 1)
+
+
+def _node_count(
+    header: Header, per_node: int | None, tasks: int | None, report: ImportReport
+) -> int:
+    nodes, option = header.numbers.get("nodes"), header.option("ntasks", "gpus")
+    gpus = header.gpus["gpus"].count if "gpus" in header.gpus else 0
+    each = header.gpus["gpus-per-node"].count if "gpus-per-node" in header.gpus else 0
+    for total, part in ((tasks, per_node), (gpus, each)):
+        if nodes is None and total and part:
+            nodes = -(-total // part)
+    if option is not None and nodes is None and (tasks or gpus) > 1:
+        why = "without --nodes Slurm may use several nodes; the job file asks for one"
+        report.changed(option.line, option.shown, why, "write resources.nodes for more")
+    nodes = nodes or 1
+    if option is not None and (gpus % nodes or (tasks or 0) % nodes):
+        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
+        report.lost(option.line, option.shown, why, "the draft rounds up: correct resources")
+    return nodes
+
+
+def known_variables(header: Header, given: Allocation) -> dict[str, str]:
+    """Return the variables that the header decides; empty for those that Slurm does not set."""
+    numbers, options = header.numbers, header.options
+    total = header.gpus.get("gpus")
+    known: dict[str, int | None] = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
+        "SLURM_CPUS_ON_NODE": given.cpus,
+        "SLURM_CPUS_PER_TASK": numbers.get("cpus-per-task"),
+        "SLURM_NTASKS_PER_NODE": numbers.get("ntasks-per-node"),
+        "SLURM_GPUS_ON_NODE": given.gpus.count,
+        "SLURM_GPUS_PER_NODE": given.gpus.count if "gpus-per-node" in options else None,
+        "SLURM_GPUS": total.count if total else None,
+    }
+    if given.tasks:
+        known |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks)
+    return {name: str(number or "") for name, number in known.items()}

@@ -1,20 +1,20 @@
-"""What an import reports about a script."""
+"""Notes about the lines of a script that an import did not carry over unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Kind = Literal["lost", "changed", "dropped"]
 
-ALL_GPUS = ("each rank sees all GPUs of its node", "choose one by LOCAL_RANK in the program")
-HIDES_GPUS = ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
-"""Options of sbatch and srun that show each task only its own GPUs; ALL_GPUS is reported."""
-
 OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
-"""Why and what to do where a script names a file for its output."""
+"""Reason and advice for a file that the script names for its output."""
 
+_TITLES = {"lost": "by hand", "changed": "changed", "dropped": "not needed"}
 _SHOWN_CHARS = 90
 
 
@@ -25,8 +25,8 @@ class ImportNote:
     Attributes:
         line: where in the script, from 1; 0 for the script as a whole.
         text: the command or option, on one line, shortened if it is long.
-        kind: `lost`: missing until you act; `changed`: carried over in another way; `dropped`:
-            no longer needed.
+        kind: `lost`: to be done by hand; `changed`: carried over in another way; `dropped`: not
+            needed any more.
         why: the reason.
         todo: what to do; empty if nothing.
     """
@@ -43,29 +43,74 @@ class ImportNote:
 
 
 class ImportReport:
-    """Collects findings; the same finding about the same line is kept once, a dropped line too."""
+    """Collects notes, each once."""
 
     def __init__(self) -> None:
-        self.entries: dict[ImportNote, None] = {}
+        self._notes: dict[ImportNote, None] = {}
+        self._dropped: set[tuple[int, str]] = set()
 
     def add(self, kind: Kind, line: int, text: str, why: str, todo: str = "") -> None:
-        """Keep a finding; unprintable characters of its text are replaced."""
-        text = " ".join(text.replace("\\\n", " ").split())
-        text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+        """Add a note; its texts become one line each, without unprintable characters."""
+        texts = (text.replace("\\\n", " "), why, todo)
+        text, why, todo = (" ".join(printable(one).split()) for one in texts)
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
-        same = ((note.line, note.text, note.kind) for note in self.entries)
-        if kind != "dropped" or (line, text, kind) not in same:  # one reason is enough
-            self.entries[ImportNote(line, text, kind, why, todo)] = None
+        if kind == "dropped":
+            if (line, text) in self._dropped:
+                return  # one reason is enough
+            self._dropped.add((line, text))
+        self._notes[ImportNote(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """Report something that is not carried over."""
+        """Note something that must be done by hand."""
         self.add("lost", line, text, why, todo)
 
     def changed(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """Report something that is carried over in another way."""
+        """Note something that is carried over in another way."""
         self.add("changed", line, text, why, todo)
 
-    def findings(self) -> tuple[ImportNote, ...]:
-        """Return all findings by line."""
-        return tuple(sorted(self.entries, key=lambda finding: finding.line))
+    def extend(self, other: ImportReport) -> None:
+        """Add the notes of another report."""
+        self._notes |= other._notes
+
+    def reason(self, line: int, end: int) -> str:
+        """Return the reason of the first note about some lines; empty if there is none."""
+        return next((note.why for note in self._notes if line <= note.line <= end), "")
+
+    def notes(self) -> tuple[ImportNote, ...]:
+        """Return all notes by line."""
+        return tuple(sorted(self._notes, key=lambda note: note.line))
+
+
+def printable(text: str) -> str:
+    """Return text with its unprintable characters replaced, line by line."""
+    text = text.replace("\t", "    ")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def by_hand(notes: tuple[ImportNote, ...]) -> Iterator[str]:
+    """Yield the comments at the top of a draft: what must be done by hand."""
+    lost = [note for note in notes if note.kind == "lost"]
+    if lost:
+        yield "To do by hand:"
+    for note in lost:
+        where = f"line {note.line}: " if note.line else ""
+        yield f"- {where}{note.text}: {note.why}"
+        if note.todo:
+            yield f"  -> {note.todo}"
+
+
+def report_lines(name: str, notes: tuple[ImportNote, ...]) -> Iterator[str]:
+    """Yield the report of a script by its name, grouped by reason; a hint is printed once."""
+    groups: dict[tuple[str, str, str], list[ImportNote]] = {}
+    for note in notes:
+        groups.setdefault((note.kind, note.why, note.todo), []).append(note)
+    hints = set()
+    for (kind, why, todo), group in groups.items():
+        for note in group:
+            where = f"{name}:{note.line}" if note.line else name
+            yield f"{where}: {_TITLES[kind]}: {note.text}"
+        yield f"    {why}"
+        if todo and todo not in hints:
+            yield f"    -> {todo}"
+        hints.add(todo)

@@ -1,7 +1,7 @@
-"""Parse a batch script with tree-sitter's bash grammar: statements, commands, parts of words.
+"""Read a batch script, and parse it with tree-sitter's bash grammar.
 
 Nothing is evaluated. Loops, conditions and functions stay whole; the commands inside them are only
-searched for launch lines.
+searched for launch lines. Text that the grammar cannot read is a statement of its own, too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+_MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 
 _BLOCKS = {
     **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), "a loop"),
@@ -47,8 +50,12 @@ _LITERAL = re.compile(  # text in which the grammar may have missed expansions
 )
 _OPEN_DOLLAR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # not escaped, at the end of a part
 _BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
+_REDIRECT = re.compile(r"[<>]")
 _ARRAY_BLANKS = re.compile(r"(?:\s|\\\n|#.*)+")
 _BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
+_ASSIGNMENTS = re.compile(r"^[ \t]*[A-Za-z_]\w*=.*[ \t][A-Za-z_]\w*=", re.ASCII | re.MULTILINE)
+UNREADABLE = "text that hpml cannot read"
+"""The block of a statement that the grammar does not know, or reads wrongly."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +108,11 @@ class Command:
 
 @dataclass
 class Statement:
-    """Commands joined by `&&`, `||` and `|`, or a compound command as a whole.
+    """Commands joined by `&&`, `||` and `|`, or a compound command as a whole, or a comment.
 
     Attributes:
         line: of its first word, from 1.
+        end: its last line.
         source: as written, here-documents and a final `&` included.
         commands: its simple commands, including those inside compound commands.
         block: the kind of the first compound command in it, such as "a loop"; else empty.
@@ -112,10 +120,49 @@ class Statement:
     """
 
     line: int
+    end: int
     source: str
     commands: list[Command]
     block: str = ""
     background: bool = False
+
+
+def read_script(path: Path) -> str:
+    """Return the text of a script.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InputError: it cannot be read, or is not a text that sbatch accepts.
+    """
+    hint = "name the script that you give to sbatch"
+    if not path.exists():
+        raise NotFoundError(f"no such script: {path}", hint=hint)
+    if not path.is_file():
+        raise InputError(f"{path} is not a regular file", hint=hint)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint=hint) from error
+    if not raw.strip() or len(raw) > _MAX_BYTES:
+        problem = f"is larger than {_MAX_BYTES // 1024} KiB" if raw else "is empty"
+        raise InputError(f"{path} {problem}", hint=hint)
+    if b"\0" in raw:
+        raise InputError(f"{path} holds a NUL byte: it is a binary file", hint=hint)
+    if b"\r\n" in raw:
+        line = raw.count(b"\n", 0, raw.index(b"\r\n")) + 1
+        raise InputError(
+            f"{path} has DOS line ends (line {line}), which sbatch refuses, too",
+            hint="`sed -i 's/\\r$//' FILE` removes them",
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path} is not UTF-8 text (line {line})",
+            hint="`iconv -f latin1 -t utf-8` converts the text of older editors",
+        ) from None
 
 
 @cache
@@ -124,44 +171,69 @@ def _language() -> Language:
 
 
 def parse_script(text: str) -> list[Statement]:
-    """Return the statements of a script in order.
+    """Return the statements and comments of a script in order.
 
     Raises:
         InputError: the text is not valid bash.
     """
-    if match := _BLANK_AFTER_BACKSLASH.search(text):
-        raise InputError(
-            f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
-            hint="at the end of a line remove it; elsewhere put the blank in quotes",
-        )
-    _refuse_invalid(text)  # first, because bash names the exact line
+    _refuse_invalid(text)
+    return parse_lines(text)
+
+
+def parse_lines(text: str) -> list[Statement]:
+    """Return the statements and comments of valid bash in order."""
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
-    # The mark keeps the length of the text, so lines and offsets of the nodes stay those of the
-    # script.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
     root = _tree(marked)
     if root.has_error:  # the grammar does not accept a mark everywhere
         root = _tree(text)
-    node = root
-    # The deepest node with an error is the smallest piece that the message can show.
-    while inner := next((child for child in node.children if child.has_error), None):
-        node = inner
-    if root.has_error:
-        raise _unreadable(node.start_point.row + 1, _text(node))
-    statements: list[Statement] = []
+    source, statements = root.text or b"", list[Statement]()
+    while _ASSIGNMENTS.search(text) and (gap := _joined_lines(root)):
+        # Same length, so that lines and offsets stay those of the script.
+        changed = (root.text or b"")[: gap[0]] + b";".ljust(gap[1] - gap[0])
+        root = _parse(changed + (root.text or b"")[gap[1] :])
+    rows = text.split("\n")
+    odd = {text.count("\n", 0, one.start()) + 1 for one in _BLANK_AFTER_BACKSLASH.finditer(text)}
     for node in root.children:
-        if node.is_named and node.type != "comment":
-            statements.append(_statement(node))
-        elif node.type == "&" and statements:
+        line = source.count(b"\n", 0, node.start_byte) + 1
+        if statements and statements[-1].block == UNREADABLE and statements[-1].end >= line:
+            continue  # a part of it
+        if node.type == "&" and statements:
             statements[-1].background = True
             statements[-1].source += " &"
+        elif node.type == "comment":
+            if not statements or statements[-1].end < line:  # not behind a command
+                statements.append(Statement(line, line, _text(node), []))
+        elif node.is_named:
+            statement = _statement(node, line)
+            if node.has_error or odd & {*range(line, statement.end + 1)}:
+                statement.source = "\n".join(rows[line - 1 : statement.end])
+                statement.block = UNREADABLE
+            statements.append(statement)
     return statements
+
+
+def _joined_lines(root: Node) -> tuple[int, int] | None:
+    """Return where the grammar joins a line `A=1 B=2` to the command on the next line."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children)
+        words = [child for child in node.children if child.type != "comment"]
+        for before, after in pairwise(words if node.type == "command" else ()):
+            gap = (root.text or b"")[before.end_byte : after.start_byte]
+            if before.type == "variable_assignment" and b"\n" in gap.replace(b"\\\n", b""):
+                return before.end_byte, after.start_byte
+    return None
 
 
 def _tree(text: str) -> Node:
     # In ASCII: the grammar's scanner looks up characters in a table of libc without checking its
     # bounds, and may crash on others.
-    source = _NOT_ASCII.sub(lambda match: f"\x02{ord(match[0]):x}\x02", text).encode()
+    return _parse(_NOT_ASCII.sub(lambda match: f"\x02{ord(match[0]):x}\x02", text).encode())
+
+
+def _parse(source: bytes) -> Node:
     return Parser(_language()).parse(source).root_node
 
 
@@ -195,15 +267,16 @@ def _decode(raw: bytes) -> str:
     return _STAND_IN.sub(lambda match: chr(int(match[1], 16)), text)
 
 
-def _statement(node: Node) -> Statement:
+def _statement(node: Node, line: int) -> Statement:
     """Read a statement without recursion: `a && b && …` may be nested thousands of times."""
-    found = Statement(node.start_point.row + 1, _text(node).rstrip(), [])
+    text, above = _text(node).rstrip(), node.start_point.row
+    found = Statement(line, line + text.count("\n"), text, [])
     raw, first, start = node.text or b"", node.start_byte, 0
     operator, stack = "", [node]
     while stack:
         node = stack.pop()
         if node.type in _COMMANDS:
-            found.commands.append(_command(node, operator))
+            found.commands.append(_command(node, operator, line + node.start_point.row - above))
             start = node.start_byte
         elif node.type.endswith("_redirect") and found.commands:
             found.commands[-1].redirects.append(_text(node))
@@ -222,39 +295,38 @@ def _statement(node: Node) -> Statement:
     return found
 
 
-def _command(node: Node, operator: str) -> Command:
-    command = Command(operator, node.start_point.row + 1, _text(node).rstrip())
-    nodes = [node] if node.type == "variable_assignment" else node.children
-    if node.type != "test_command":
-        _check_gaps(nodes, command.line)
+def _command(node: Node, operator: str, line: int) -> Command:
+    command = Command(operator, line, _text(node).rstrip())
     words = []
-    for child in nodes:
+    for child in [node] if node.type == "variable_assignment" else node.children:
         if child.type == "variable_assignment" and child.children[0].type == "variable_name":
             command.assignments += (_assignment(child),)
         elif child.type.endswith("_redirect"):
             command.redirects.append(_text(child))
         elif child.type != "comment":
-            words.append(_word(child))
-    command.words = tuple(words)
+            words.append(child)
+    is_test = node.type == "test_command"
+    command.words = tuple(map(_word, words) if is_test else _words(words, _BLANKS))
     return command
 
 
-def _check_gaps(nodes: list[Node], line: int, blanks: re.Pattern[str] = _BLANKS) -> None:
-    """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`."""
-    for before, after in pairwise(nodes):
-        parent = after.parent
-        raw = (parent.text or b"") if parent else b""
-        start = parent.start_byte if parent else 0
-        gap = raw[before.end_byte - start : after.start_byte - start]
-        if not blanks.fullmatch(gap.decode("ascii")):
-            raise _unreadable(line, _text(before))
-
-
-def _unreadable(line: int, text: str) -> InputError:
-    return InputError(
-        f"line {line}: {text.partition(chr(10))[0]}: hpml cannot read this command",
-        hint="write one assignment or command on each line, or move it into another script",
-    )
+def _words(nodes: list[Node], blanks: re.Pattern[str]) -> Iterator[ShellWord]:
+    """Yield words; the grammar divides `$"text"`, which becomes one expansion again."""
+    word = None
+    for before, node in zip([None, *nodes], nodes, strict=False):
+        gap = ""
+        if before is not None and node.parent is not None:
+            start, raw = node.parent.start_byte, node.parent.text or b""
+            gap = _decode(raw[before.end_byte - start : node.start_byte - start])
+        if word is not None and not blanks.search(gap) and not _REDIRECT.search(gap):
+            source = word.source + gap + _text(node)
+            word = ShellWord(source, (Part(source, is_expansion=True),))
+            continue
+        if word is not None:
+            yield word
+        word = _word(node)
+    if word is not None:
+        yield word
 
 
 def _assignment(node: Node) -> Assignment:
@@ -262,8 +334,7 @@ def _assignment(node: Node) -> Assignment:
     items = None
     if value and value[0].type == "array":
         inner = [n for n in value[0].children if n.is_named and n.type != "comment"]
-        _check_gaps(inner, node.start_point.row + 1, _ARRAY_BLANKS)
-        items = tuple(map(_word, inner))
+        items = tuple(_words(inner, _ARRAY_BLANKS))
     word = _word(value[0]) if value else ShellWord("", ())
     return Assignment(_text(name), sign.type == "+=", word, items)
 

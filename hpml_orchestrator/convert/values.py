@@ -1,9 +1,8 @@
 """The values of a script's words, as far as its lines and header determine them.
 
-A value is text. What only the running job can compute (a job id, the output of a command) is a
-*hole*: its shell source between two NUL characters, which no script contains. Quotes around the
-source mean that the script quotes it, so that it stays one word. A `!` in front means that the
-value changes while the job runs, such as `$(date)` in an assignment.
+A value is text. A part that only the running job can compute (a job id, the output of a command) is
+a *hole*: its shell source between two NUL characters, which no script contains. Quotes around the
+source mean that the script quotes it, so that it stays one word.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def has_hole(value: str) -> bool:
 
 def shown(value: str) -> str:
     """Return a value with its holes as written, for messages."""
-    return HOLE.sub(lambda match: match[1].strip('!"'), value)
+    return HOLE.sub(lambda match: match[1].strip('"'), value)
 
 
 def hole_names(value: str) -> list[str]:
@@ -88,11 +87,9 @@ class Values:
                 items = (*before[:-1], before[-1] + items[0])
                 before = ()
         value = " ".join(items)
-        if not {*hole_names(value)} <= _STABLE - self.variables.keys():
-            items = tuple(HOLE.sub("\0!\\1\0", item) for item in items)
         # hpml replaces a launcher's rendezvous options, so their values need not be known.
-        stable = "\0!" not in " ".join(items) or _LAUNCHER.search(value) is not None
-        known = stable and before is not None and len(value) < _MAX_VALUE
+        stable = {*hole_names(value)} <= _STABLE - self.variables.keys() or _LAUNCHER.search(value)
+        known = bool(stable) and before is not None and len(value) < _MAX_VALUE
         known = known and name not in self._functions
         if name in _STABLE:  # not constant after all: values that contain it keep the earlier one
             for other, parts in self.variables.items():
@@ -123,7 +120,7 @@ class Values:
         parts = self._parts(word)
         plain = "".join("x" if part.quoted or part.is_expansion else part.text for part in parts)
         if _FILE_PATTERN.search(plain):
-            return [f"\0!{word.source}\0"]
+            return [f"\0{word.source}\0"]
         fields: list[str] = []
         current = None
         for part in parts:
@@ -136,7 +133,7 @@ class Values:
                 # the pieces.
                 items = [piece for item in items for piece in _split_blanks(item)]
                 if any(_FILE_PATTERN.search(HOLE.sub("", item)) for item in items):
-                    return [f"\0!{word.source}\0"]
+                    return [f"\0{word.source}\0"]
             for position, item in enumerate(items):
                 if position:
                     fields.append(current or "")
@@ -182,7 +179,7 @@ class Values:
             items = self._lookup(match[1] or match[2])
             if items is None:
                 return hole
-            items = items if source.endswith(("[@]}", "[*]}")) else items[:1]
+            items = items if source.endswith(("[@]}", "[*]}", "@")) else items[:1]
             again = '\0"\\1"\0' if quoted else "\0\\1\0"  # quoted as this use of it
             return [re.sub('\0"?([^"\0]*)"?\0', again, item) for item in items]
         if source.startswith("$((") and source.endswith("))"):

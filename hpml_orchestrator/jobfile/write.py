@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
@@ -24,6 +24,9 @@ from ruamel.yaml.scalarstring import (
 from ruamel.yaml.tokens import CommentToken
 
 from hpml_orchestrator.records.job import expand_shorthand
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _WIDE = 1 << 30  # never wrap a value
 _INDENTATIONS = [(mapping, dash) for dash in (2, 0, 4) for mapping in (2, 4, 3, 8)]
@@ -70,10 +73,22 @@ def _dumped(yaml: YAML, value: object) -> str:
     return stream.getvalue()
 
 
-def job_text(job: dict[str, object], comments: list[str]) -> str:
-    """Return the text of a job file: shell lines as a block, lists of words on one line."""
-    text = _dumped(_yaml(width=96), _styled(job))
-    return "".join(f"# {comment}\n" for comment in comments) + text
+def job_text(
+    job: Mapping[str, object], comments: list[str], above: Mapping[str, list[str]] | None = None
+) -> str:
+    """Return the text of a job file: shell lines as a block, lists of words on one line.
+
+    Args:
+        job: its fields.
+        comments: for its top.
+        above: lines with their `#` above a field of it; all others come at the end.
+    """
+    yaml, above = _yaml(width=96), {**(above or {})}
+    text = "".join(f"# {comment}\n" for comment in comments)
+    for name, value in job.items():
+        text += "".join(f"{line}\n" for line in above.pop(name, []))
+        text += _dumped(yaml, _styled({name: value}))
+    return text + "".join(f"{line}\n" for lines in above.values() for line in lines)
 
 
 def one_line(value: object) -> str:

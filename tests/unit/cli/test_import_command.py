@@ -26,8 +26,8 @@ def test_the_job_file_and_the_report(hpml: Hpml, script: str) -> None:
     made = hpml("import", script)
     assert made.code == 0
     assert "script: train.py\nargs: [--lr, '0.1']\nresources:\n  time: 00:05:00\n" in made.out
-    assert made.err.startswith("job.sh:2: not carried over: --clusters=other\n    ")
-    assert "job.sh:3: changed: echo hello\n    kept in environment.setup" in made.err
+    assert made.err.startswith("job.sh:2: by hand: --clusters=other\n    ")
+    assert "job.sh:3: changed: 1 command in environment.setup\n    they run once" in made.err
     assert hpml("import", script, "-o", "-").out == made.out
     document = hpml("import", script, "--json").json()
     assert (document["output"], document["text"]) == (None, made.out)
@@ -53,15 +53,15 @@ python custom-script.py
 """
 
 
-def test_one_program_on_two_nodes_is_a_question(hpml: Hpml, shell: Shell) -> None:
-    """A course's own script: the draft starts it on one node as the script does, and asks."""
+def test_one_program_on_two_nodes_is_to_do_by_hand(hpml: Hpml, shell: Shell) -> None:
+    """A course's own script: the draft starts it on one node as the script does, and says so."""
     (shell.root / "job.sh").write_text(GWDG)
     (shell.root / "custom-script.py").touch()
     made = hpml("import", "job.sh", "-o", "job.yaml")
     assert made.code == 0
-    assert "job.sh:3: not carried over: --nodes=2\n    the program starts on 1 of" in made.err
+    assert "job.sh:3: by hand: --nodes=2\n    the program starts on 1 of" in made.err
     text = (shell.root / "job.yaml").read_text()
-    assert "\n# Question: the program starts on 1 of the header's 2 nodes" in text
+    assert "# - line 3: --nodes=2: the program starts on 1 of the header's 2 nodes" in text
     assert "  modules: [anaconda3/2021.05]\n  conda: custom-env\n" in text
     assert "nodes: 2" not in text.partition("name:")[2]
     script = hpml("render", "job.yaml").out
@@ -72,10 +72,23 @@ def test_one_program_on_two_nodes_is_a_question(hpml: Hpml, shell: Shell) -> Non
 
 def test_a_reason_and_a_hint_are_printed_once(hpml: Hpml, script: str, shell: Shell) -> None:
     """Lines with one reason stand together."""
-    (shell.root / script).write_text(SCRIPT.replace("echo hello", "ulimit -n 9\numask 2"))
+    (shell.root / script).write_text(SCRIPT + "./post.sh\n./more.sh\n")
     error = hpml("import", script).err
-    assert "job.sh:3: changed: ulimit -n 9\njob.sh:4: changed: umask 2\n    kept in" in error
-    assert error.count("a line that fails ends the job") == 1
+    first, second = "job.sh:5: by hand: ./post.sh\n", "job.sh:6: by hand: ./more.sh\n"
+    assert f"{first}{second}    hpml runs nothing after the program\n    -> " in error
+    assert error.count("hpml submit --after") == 1
+
+
+def test_a_draft_through_a_shell_runs(hpml: Hpml, shell: Shell) -> None:
+    """A list, a pattern for files and text in braces: the program gets what the script's gets."""
+    (shell.root / "a.txt").touch()
+    (shell.root / "job.sh").write_text(
+        "#!/bin/bash\n#SBATCH --time=5\nL=(x 'y z')\nL+=($(echo w))\nrun_dir=r\n"
+        "srun printf '<%s>' \"${L[@]}\" *.txt ${run_dir} {run.dir}\n"
+    )
+    assert hpml("import", "job.sh", "-o", "shell.yaml").code == 0
+    done = hpml("run", "--local", "shell.yaml")
+    assert "<x><y z><w><a.txt><r><{run.dir}>" in done.out + done.err
 
 
 def test_a_file_is_replaced_only_with_force(hpml: Hpml, script: str, shell: Shell) -> None:

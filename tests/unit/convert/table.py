@@ -1,8 +1,4 @@
-"""Batch scripts as machine-learning projects have them: SAME import, REFUSED name a line.
-
-REFUSED has the number of the line and a part of the reason. Each script that once became another
-program without a word has a place here.
-"""
+"""Batch scripts as machine-learning projects have them, whose draft starts the same program."""
 
 from __future__ import annotations
 
@@ -292,211 +288,56 @@ cp params.txt $TMPDIR/set.txt
 sort $TMPDIR/set.txt > $TMPDIR/sorted.txt
 python train.py --data $TMPDIR/sorted.txt
 """,
-}.items()}  # fmt: skip
-
-_REFUSED = {
-    "srun options in a variable that the job sets": (r"""
-#SBATCH -N2 --ntasks-per-node=1
-if [ -f auto ]; then AUTO_RESUME="--requeue"; fi
-ARGS=(--mpi=none)
-srun ${AUTO_RESUME} -l "${ARGS[@]}" torchrun --nproc_per_node=4 train.py
-""", 5, "may be options of srun"),
-    "torchrun options from a file": (
-        "torchrun $(cat options) train.py", 2, "may be options of torchrun"),
-    "a blank behind a backslash": ("""
-python train.py \\ \n  --lr 0.1
-""", 2, "a blank after a \\"),
-    "words that come only if a variable is set": (
-        "python train.py ${RESUME:+--resume $RESUME}", 2, "which words it becomes"
-    ),
-    "words that a variable is set to": ("python train.py ${MORE:---lr 1}", 2, "which words"),
-    "two programs at once": ("srun -n 2 python a.py : -n 1 python b.py", 2, "heterogeneous"),
-    "a quote that is open": ("python train.py 'a", 2, "not valid bash"),
-    "a number of ranks that only the job knows": (r"""
-#SBATCH --gres=gpu:4
-N=$(nvidia-smi -L | wc -l)
-torchrun --nproc_per_node=$N train.py
-""", 4, "needs this number"),
-    "a number of processes that only the job knows": (r"""
-#SBATCH -N2 --gres=gpu:4
-accelerate launch --num_processes $((SLURM_NNODES * $(cat gpus))) --num_machines 2 train.py
-""", 3, "needs this number"),
-    "the hosts say how many": (r"""
-#SBATCH -N2 --gpus-per-node=4
-deepspeed --hostfile=hosts.txt train.py
-""", 3, "decides the number of ranks"),
-    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "decides the number of ranks"),
-    "a configuration of accelerate": (
-        "accelerate launch --config_file fsdp.yaml train.py", 2, "no counterpart"),
-    "elastic nodes": ("torchrun --nnodes=1:2 --nproc_per_node=4 train.py", 2, "needs this number"),
-    "a separate training on each node": (r"""
-#SBATCH -N2 --ntasks-per-node=1 --gpus-per-node=4
-srun torchrun --standalone --nproc_per_node=4 train.py
-""", 3, "on 1 of the header's 2 nodes"),
-    "srun with other GPUs than the header": (r"""
-#SBATCH -N1 --gres=gpu:4
-srun --gres=gpu:1 python train.py
-""", 3, "all of the job"),
-    "srun with other CPUs than the header": (r"""
-#SBATCH -N1 -n4 -c 8
-srun -c 2 python train.py
-""", 3, "all of the job"),
-    "a script that parses options": (r"""
-while getopts "l:" name; do
-  case $name in l) LR=$OPTARG;; esac
-done
-python train.py --lr $LR
-""", 2, "the arguments of the script"),
-    "an argument of the script": ("python train.py --lr $1", 2, "passes the script no arguments"),
-    "a shifted argument": (r"""
-CONFIG=$1
-shift
-python train.py --config $CONFIG
-""", 2, "the arguments of the script"),
-    "a place next to the script": ("""
-cd "$(dirname "$0")/.."
-python train.py
-""", 2, "the name or the arguments"),
-    "another MPI": ("mpiexec.hydra -n 4 ./solve", 2, "Open MPI's mpirun only"),
-    "another MPI by its module": (r"""
-module load intel-mpi/2021
-mpirun -np 4 ./solve
-""", 3, "another MPI"),
-    "an MPI plug-in of the cluster": ("srun --mpi=cray_shasta ./solve", 2, "no counterpart"),
-    "several words that a condition decides": (r"""
+    # through a shell
+    "words that a condition decides": r"""
+#SBATCH --time=10
 RESUME=
-[ -f last.pt ] && RESUME="--resume last.pt"
+if [ -f params.txt ]; then RESUME="--resume last.pt"; fi
 python train.py $RESUME
-""", 4, "how many words"),
-    "several words for a variable": ("""
-A="$A $B"
-srun --export=ALL,Z=$A python train.py
-""", 3, "how many words"),
-    "a pattern for files": ("python train.py data/*.png", 2, "which words it becomes"),
-    "a loop": (r"""
-for seed in 1 2; do
-  python train.py --seed $seed
-done
-""", 3, "in a loop"),
-    "two trainings": (r"""
-python train.py --seed 1
-python train.py --seed 2
-""", 3, "line 2 also starts a program"),
-    "side by side": (r"""
-python train.py --seed 1 &
-python train.py --seed 2 &
-wait
-""", 3, "line 2 also starts a program"),
-    "results by a trap": (r"""
-trap 'rsync -a $TMPDIR/out/ results/' EXIT
-python train.py --out $TMPDIR/out
-""", 2, "nothing after the program"),
-    "results among all else on the disk": (r"""
-python train.py --out $TMPDIR/out
-cp $TMPDIR/*.pt results/
-""", 3, "cannot copy back"),
-    "results of another directory than at the start": (r"""
-TMPDIR=$(mktemp -d)
-python train.py --out $TMPDIR/out
-cp -r $TMPDIR/out results/
-""", 4, "cannot copy back"),
-    "results that other jobs may write to": (r"""
-python train.py
-cp -r $TMPDIR/out results
-""", 3, "other jobs may also write there"),
-    "results by a relative path": (r"""
-cd /tmp
-python train.py --out out
-cp -r out /results
-""", 4, "other jobs may also write there"),
-    "results in a text and in an argument": (r"""
-srun python -c 'train("/tmp/out")' --out /tmp/out
-cp -r /tmp/out /results
-""", 3, "other jobs may also write there"),
-    "results in a job's directory with others that the script makes": (r"""
-WORK=/tmp/$USER/$SLURM_JOB_ID
-mkdir -p $WORK/out
-python train.py --out $WORK/out
-cp -r $WORK/out results
-""", 5, "lines before the launch also work there"),
-    "a text that ends at no character": (r"""
-read -r -d '' TEXT <<END
-python train.py
-END
-srun bash -c "$TEXT"
-""", 2, "ends with status 1"),
-    "results in a directory that only the job knows": (r"""
-OUT=$(mktemp -d)
-python train.py --out $OUT
-mv $OUT results
-""", 4, "cannot copy back"),
-    "results to another machine": (r"""
-python train.py --out $TMPDIR/out
-rsync -a $TMPDIR/out/ login1:results/
-""", 3, "cannot copy back"),
-    "results to a directory that only the job knows": ("""
-cd $(cat where)
-python train.py --out $TMPDIR/out
-cp -r $TMPDIR/out results
-""", 4, "cannot copy back"),
-    "results in an archive": (r"""
-python train.py --out $TMPDIR/out
-tar czf out.tgz -C $TMPDIR out
-""", 3, "cannot copy back"),
-    "results in a condition": (r"""
-python train.py --out $TMPDIR/out
-if [ -f $TMPDIR/out/best.pt ]; then cp $TMPDIR/out/best.pt .; fi
-""", 3, "cannot copy back"),
-    "results in a condition, by a variable": (r"""
-OUT=$TMPDIR/out
-python train.py --out $OUT
-if [ -f $OUT/best.pt ]; then cp $OUT/best.pt .; fi
-""", 4, "cannot copy back"),
-    "fewer GPUs by a variable": (r"""
-#SBATCH --gres=gpu:4
-export CUDA_VISIBLE_DEVICES=0,1
-python train.py
-""", 3, "the header asks for 4"),
-    "another size of the job in setup": (r"""
-#SBATCH --gres=gpu:4 -c 32
-WORKERS=$(expr $SLURM_CPUS_PER_TASK - 2)
-torchrun --nproc_per_node=4 train.py --workers $WORKERS
-""", 3, "SLURM_CPUS_PER_TASK is 32"),
-    "an index without an array": (
-        "python train.py --seed $SLURM_ARRAY_TASK_ID", 2, "no --array"),
-    "standard input": ("python train.py < conf.yaml", 2, "no standard input"),
-    "a wrapper around the launcher": ("timeout 60 srun python train.py", 2, "hpml starts itself"),
-    "a text that starts the launcher": (
-        "bash -c 'cd src && srun python train.py'", 2, "hpml starts itself"),
-    "a launcher in a text": (r"""
-LAUNCHER="python -m torch.distributed.run --nproc_per_node 8"
-srun bash -c "$LAUNCHER train.py"
-""", 3, "hpml starts itself"),
-    "threads that only the job knows": (r"""
-export OMP_NUM_THREADS=$(expr 2 + 1)
-python train.py
-""", 2, "after environment.setup"),
-    "threads that a condition decides": (r"""
-if [ -f x ]; then export OMP_NUM_THREADS=3; fi
-python train.py
-""", 2, "after environment.setup"),
-    "arguments that the script sets": (r"""
-set -- --lr 1
-python train.py "$@"
-""", 2, "the arguments of the script"),
-    "assignments that the grammar joins to the next line": ("""
+""",
+    "a list that a condition decides": r"""
+#SBATCH --time=10
+ARGS=(--lr 0.1 "two words")
+[ -f params.txt ] && ARGS+=(--more)
+python train.py "${ARGS[@]}" ${#ARGS[@]}
+""",
+    "a pattern for files, and text with blanks": r"""
+#SBATCH --time=10
+python train.py param*.txt "$(hostname) x" 'a b' $"t" $((1 + $(echo 2)))
+""",
+    "several assignments on one line": r"""
+#SBATCH --time=10
 A=1 B=2
-python train.py $A
-""", 2, "cannot read this command"),
-    "a translated text": ('python train.py $"x"', 2, "cannot read this command"),
-    "the id of the shell": ("python train.py a$$", 2, "which words it becomes"),
-    "a translated part": ('python train.py a$"x"', 2, "which words it becomes"),
-    "a blank as an argument": ("python train.py \\ & wait", 2, "a blank after a"),
-    "a pattern around an expansion": ("python train.py ${A[0]}{1,2}", 2, "which words it becomes"),
-    "the home of another user": ("python train.py ~ada/x", 2, "which words it becomes"),
-    "output for another program": (
-        "srun python train.py | python plot.py", 2, "another program reads"),
-}  # fmt: skip
-REFUSED: dict[str, tuple[str, int, str]] = {
-    name: (script(body), line, part) for name, (body, line, part) in _REFUSED.items()
-}
+C=3   D=$A # and
+python train.py $A $B $C $D
+""",
+    "a default that the job may replace": r"""
+#SBATCH --gres=gpu:4 -c 8 --time=10
+DIR=${DIR:-src}
+accelerate launch --num_processes 4 ${DIR}/../train.py --x ${MODE:-a b}
+""",
+    "the order of the GPUs": r"""
+#SBATCH --gres=gpu:4 -c 8 --time=10
+export CUDA_VISIBLE_DEVICES=3,2,1,0
+torchrun --nproc_per_node 4 train.py
+""",
+    "a launcher in a text": r"""
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 -c 8 --time=10
+LAUNCHER="torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES"
+CMD="train.py --x 1"
+srun bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD"
+""",
+    "all memory": r"""
+#SBATCH --mem=0 -N1 -n 2 --time=10
+srun python train.py
+""",
+    "the arguments that the script sets": r"""
+#SBATCH --time=10
+set -- --lr 1 "a b"
+python train.py "$@"
+""",
+    "standard input": r"""
+#SBATCH --time=10
+python train.py < params.txt | cat
+""",
+}.items()}  # fmt: skip

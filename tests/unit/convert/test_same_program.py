@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.convert.importer import ImportContext, Imported, import_script
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.convert.draft import ImportContext, Imported, import_script
 from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.script.render import Capabilities, render
 from tests.unit.convert import fakes
-from tests.unit.convert.table import REFUSED, SAME
+from tests.unit.convert.table import SAME
 from tests.unit.local_runs import Desk
 
 # What hpml sets itself, or Slurm, or bash; all else that the script's program got is compared.
@@ -205,7 +203,7 @@ def test_the_job_starts_the_same_program(name: str, tmp_path: Path) -> None:
         if not OWN.fullmatch(variable):
             assert got["env"].get(variable) == value, (variable, made.text)
     given = sbatch(SAME[name], "SBATCH|GIVEN")  # with what the script's srun asks for
-    lost = " ".join(f"{found.text} {found.why}" for found in made.findings)
+    lost = " ".join(f"{found.text} {found.why}" for found in made.notes)
     assert (asked.nodes, asked.gpus) == (given.nodes, given.gpus), made.text
     assert asked.cpus == given.cpus or f"ranks share {given.cpus} CPU" in lost
     assert megabytes(asked.memory) == megabytes(given.memory)
@@ -303,21 +301,3 @@ def test_copies_to_the_node_and_back_do_the_same(
     desk.hpml("run", "--local", "job.yaml")
     (found,) = (tmp_path / "results").rglob("found.txt")
     assert found.read_text() == text
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> None:
-    """The error has the line of the script and the reason."""
-    script, line, part = REFUSED[name]
-    with pytest.raises(InputError) as caught:
-        import_script(script, name="job.sh", context=Cluster(tmp_path).context())
-    assert str(caught.value).startswith(f"line {line}: ")
-    assert part in str(caught.value)
-    assert caught.value.hint
-
-
-def test_the_table_is_large() -> None:
-    """The counts that the documentation of this table gives."""
-    kinds = Counter(same=len(SAME), refused=len(REFUSED))
-    assert kinds["same"] >= 30
-    assert kinds["refused"] >= 20

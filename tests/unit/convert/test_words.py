@@ -9,9 +9,10 @@ import subprocess
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert.importer import ImportContext, import_script
+from hpml_orchestrator.convert.draft import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobfile.load import parse_yaml
+from hpml_orchestrator.jobfile.text import unescaped
 
 ENVIRONMENT = {"HOME": "/home/ada", "U": "u v", "W": "w", "PATH": "/usr/bin:/bin"}
 CONTEXT = ImportContext("/", "/", ENVIRONMENT)
@@ -29,7 +30,7 @@ FRAGMENTS = (
     "$((1+2))", '"$((N+1))"', "${L[0]}", '"${L[@]}"', "${L[@]}", "${#L[@]}", "$U", '"$U"', "$W",
     '"${Q:-z y}"', "$(echo h)", '"$(echo h i)"', "`echo k`", "~", "~/p", "{", "}", "#", "=", "é",
     '"a\\\\b"', "\\\\", "$", '"$"', "$'t\\tq'", '"a\\\nb"', "/", "[", '""', "''", "*", "{1,2}",
-    "${A%c}", "$A/$W/x", "/$A-$A.b", "$$", "\\$@", '"$@"', "\\ ", " ", " ", " ",
+    "${A%c}", "$A/$W/x", "/$A-$A.b", "\\$@", '"$@"', "\\ ", " ", " ", " ",
 )  # fmt: skip
 
 
@@ -61,8 +62,10 @@ def word(argument: str) -> str:
     st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8),
 )
 def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: list[str]) -> None:
-    """Or the script is refused, or a line of setup refuses the value when the job starts."""
+    """Or bash refuses the script, or a line of setup fails as the script's would not."""
     script = "\n".join([*assignments, f"python t.py {''.join(fragments)}", ""])
+    if "$$" in script:  # the id of a process: another one in each run
+        return
     try:
         made = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT)
     except HpmlError:
@@ -71,6 +74,9 @@ def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: l
     environment = job.get("environment", {})
     exports = [f"export {k}={shlex.quote(v)}" for k, v in environment.get("variables", {}).items()]
     command = f"python t.py {' '.join(map(word, job.get('args', [])))}"
+    if "command" in job:  # through a shell, which finds what setup exports
+        text = unescaped(job["command"][2]).replace("exec python", "python")
+        command = f"export -f python; bash -c {shlex.quote(text)}"
     lines = ["set -e", environment.get("setup", ""), *exports, command]
     imported = run("\n".join(lines))
     assert imported in (None, run(script))
