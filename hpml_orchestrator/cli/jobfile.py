@@ -353,7 +353,7 @@ def submit(
         options = {"--set": settings, "--after": after, "--local": local}
         options |= {"arguments after --": appended_arguments(context)}
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
-        submission = replace(store.resolve(resume_run, exact_name=True), index=None)
+        submission = store.resolve(resume_run, exact_name=True).at(None)
         job_id = _resume(store, submission)
         message = f"{submission.sid} is job {job_text(submission, job_id)}"
     else:

@@ -24,9 +24,8 @@ from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.reporting.description import describe, read_software
 from hpml_orchestrator.runs.reporting.description import requirements as requirements_of
-from hpml_orchestrator.runs.reporting.summary import Summary, summarise
+from hpml_orchestrator.runs.reporting.summary import Summary, read_links, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
-from hpml_orchestrator.runs.reporting.timeline import read_links
 from hpml_orchestrator.runs.state import (
     damage_error,
     damage_of,

@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,15 @@ class Submission:
         """Its name on the command line: its id, with `.<index>` if one task is meant."""
         return self.sid if self.index is None else f"{self.sid}.{self.index}"
 
+    def at(self, index: int | None) -> Submission:
+        """Return one task of its array, or the whole submission, without reading it again."""
+        if index == self.index:
+            return self
+        other = replace(self, index=index)
+        read = {name: vars(self)[name] for name in ("_request", "_job") if name in vars(self)}
+        vars(other).update(read)
+        return other
+
     @property
     def script(self) -> Path:
         """The batch script, byte for byte as submitted."""
@@ -84,27 +94,32 @@ class Submission:
             return ""
 
     def record(self) -> SubmitRecord:
-        """The request: `submit.json`.
+        """The request, `submit.json`, which never changes: it is read once.
 
         Raises:
             NotFoundError: there is none.
             RecordError: it cannot be read, or is damaged.
         """
+        return self._request
+
+    @cached_property
+    def _request(self) -> SubmitRecord:
         record: SubmitRecord = _checked(self.directory / "submit.json", _REQUEST)
         return record
 
-    def requested_job(self, record: SubmitRecord | None = None) -> Job:
+    def requested_job(self) -> Job:
         """The job that was submitted, from `submit.json`.
-
-        Args:
-            record: what `record` returned, where it was read before.
 
         Raises:
             NotFoundError: there is no record.
             RecordError: it cannot be read, or is damaged.
         """
+        return self._job
+
+    @cached_property
+    def _job(self) -> Job:
         try:
-            return Job.from_json((record or self.record())["job"])
+            return Job.from_json(self.record()["job"])
         except (TypeError, ValueError) as error:
             path = self.directory / "submit.json"
             raise RecordError(f"{path} is damaged: its job cannot be read ({error})") from error
@@ -122,7 +137,7 @@ class Submission:
         """The newest job of each task of the array that was continued separately, by index."""
         jobs = {}
         for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
-            task = replace(self, index=int(match[1]))
+            task = self.at(int(match[1]))
             with contextlib.suppress(RecordError):
                 if job := task.job():
                     jobs[int(match[1])] = f"{job['job_id']}_{match[1]}"

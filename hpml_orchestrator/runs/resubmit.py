@@ -68,7 +68,7 @@ def refuse_if_continued(
     Raises:
         InputError: names that run.
     """
-    directory = checkpoint_directory(replace(state.submission, index=None))
+    directory = checkpoint_directory(state.submission.at(None))
     others = _saving_to(store, directory, but=state.submission.sid)
     continuing = [other for other in others if other.record().get("continues")]
     for other_state in states(store, continuing, backends=backends):
@@ -107,7 +107,7 @@ def claim_checkpoints(
         InputError: names another run that saves there and is not over.
         RecordError: the records cannot be written.
     """
-    directory = checkpoint_directory(replace(submission, index=None))
+    directory = checkpoint_directory(submission.at(None))
     digest = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32]
     first = store.submissions_dir / f".{digest}.claimed"
     # Nobody else knows the directory of a run that has not started, unless its path was given.
@@ -143,7 +143,7 @@ def _started_by_others(state: State) -> tuple[str, str] | None:
     if record.get("sweep"):
         of_sweep = f"belongs to the sweep {record['sweep']}, which submits its points itself"
         return of_sweep, f"hpml sweep resume {record['sweep']}"
-    if submission.requested_job(record).has_submitit:
+    if submission.requested_job().has_submitit:
         return "runs a Python function that submitit submitted", "submit the function again"
     if submission.index is not None:
         one = "is one task of a job array; only a whole array can be submitted again"

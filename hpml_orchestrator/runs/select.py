@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean
 from hpml_orchestrator.records.ids import MAX_NAME_CHARS, stamp, stamp_of
+from hpml_orchestrator.records.run import is_own
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.prune import is_own
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState
 
@@ -154,7 +153,7 @@ def one_run(
     if submission.index is not None or not submission.is_array():
         return submission
     if len(tasks) == 1:
-        return replace(submission, index=tasks[0][0])
+        return submission.at(tasks[0][0])
     names = [f"{submission.sid}.{index}" for index, _ in tasks]
     raise InputError(
         f"is a job array of {len(tasks)} tasks, each with its own {has}",

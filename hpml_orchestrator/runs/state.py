@@ -27,7 +27,6 @@ from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
-from hpml_orchestrator.site.profile import find_profiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -266,7 +265,7 @@ def _ended_tasks(
     submission = base.submission
     continued = submission.continued() if ends else {}
     return {
-        index: replace(base, submission=replace(submission, index=index), over=True, **end)
+        index: replace(base, submission=submission.at(index), over=True, **end)
         for index, end in sorted(ends.items())
         if end["job_id"] == continued.get(index, f"{job_id}_{index}")
     }
@@ -497,6 +496,8 @@ def state_json(state: State, *, chosen: str = "") -> dict[str, object]:
 def _site_of(state: State, chosen: str) -> Site | None:
     try:
         if chosen:
+            from hpml_orchestrator.site.profile import find_profiles  # noqa: PLC0415 - few have one
+
             return _site(tuple(map(str, find_profiles(None, {}, chosen=chosen))))
         return _site(tuple(state.submission.record().get("site", ())))
     except HpmlError:  # `hpml check` reports what is wrong with a profile

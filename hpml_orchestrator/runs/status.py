@@ -28,9 +28,7 @@ from hpml_orchestrator.runs.state import (
     run_of,
     settle,
 )
-from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus
-from hpml_orchestrator.scheduler.slurm.messages import Absent, Found, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -125,7 +123,7 @@ def states(
 
     known: dict[str, State] = {}
     unfinished: dict[tuple[str, str], list[_UnfinishedRun]] = {}
-    for submission in dict.fromkeys(replace(submission, index=None) for submission in wanted):
+    for submission in dict.fromkeys(submission.at(None) for submission in wanted):
         try:
             record = submission.record()
             name = str(record["backend"])
@@ -213,6 +211,13 @@ def _without_job(
     submission = base.submission
     if submission.job() is not None:
         return None
+    from hpml_orchestrator.runs.submit import (  # noqa: PLC0415 - few runs have no job
+        Absent,
+        Found,
+        determine_outcome,
+        known_absent,
+    )
+
     refused = submission.refused()
     outcome: Outcome
     if refused is not None:
@@ -241,6 +246,8 @@ def _find_next(
     start = newest.newest_start() if newest is not None else None
     if newest is None or start is None or (newest.next and newest.next["time"] >= start.time):
         return
+    from hpml_orchestrator.runs.submit import next_outcome  # noqa: PLC0415 - few runs continue
+
     with contextlib.suppress(RecordError):  # another user's
         next_outcome(store, submission, newest, scheduler(), known=submission.job_ids(), now=now)
 
@@ -298,7 +305,7 @@ class _UnfinishedRun:
             if index in self.ends:
                 states.append(self.ends[index])
                 continue
-            run = replace(self.base.submission, index=index)
+            run = self.base.submission.at(index)
             status: JobStatus | Silence | None = answer.get(job_id)
             if query_error:
                 status = Silence.NO_ANSWER
@@ -446,7 +453,11 @@ def _reason(
     if status.reason == "NonZeroExitCode" and status.exit_code is not None:
         return f"exit code {status.exit_code}"
     reason = "" if status.reason == "None" else status.reason
-    return explain(reason, status.job_id) if status.state.waiting else reason
+    if not status.state.waiting:
+        return reason
+    from hpml_orchestrator.scheduler.slurm.messages import explain  # noqa: PLC0415 - few wait
+
+    return explain(reason, status.job_id)
 
 
 def _unseen(base: State, status: JobStatus, own: Attempt | None) -> str:

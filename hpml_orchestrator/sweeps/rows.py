@@ -161,7 +161,7 @@ def row_of(
         state: the task's last state.
         metric: see `metric_name`; empty if this run decides it.
     """
-    shared, hours = _shared(replace(state.submission, index=None)), None
+    shared, hours = _shared(state.submission.at(None)), None
     try:
         summary, attempts = summarise(state), state.run.attempts()
         asked = shared.job.resources
@@ -462,7 +462,7 @@ def _shared(submission: Submission) -> _Shared:
         diff = read_text_or_nothing(submission.directory / "dirty.diff")
         digest = _digest("\n".join([diff, *git["untracked"]]))
         code += f"+dirty-{digest}"
-    job = submission.requested_job(record)
+    job = submission.requested_job()
     parts = [job.environment.to_json(), record["provenance"]["python"]]
     digest = _digest(json.dumps(parts, sort_keys=True))
     return _Shared(job, submission.started_at(), code, digest)

@@ -28,8 +28,7 @@ from hpml_orchestrator.runs.reporting.description import (
     torch_lines,
 )
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.runs.reporting.summary import Summary, staged_lines, summarise
-from hpml_orchestrator.runs.reporting.timeline import read_links
+from hpml_orchestrator.runs.reporting.summary import Summary, read_links, staged_lines, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
