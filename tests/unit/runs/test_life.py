@@ -15,9 +15,8 @@ from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed
-from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
+from hpml_orchestrator.runs.life import AttemptReport, Life, RunLimits, life_of, read_life
 from hpml_orchestrator.runs.live import LiveJobs
-from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.monitor import last_report
 from hpml_orchestrator.runs.reporting.summary import summarise

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.records.feed import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.reporting.attempts import attempt_reports
+from hpml_orchestrator.runs.life import attempt_reports, read_life
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
