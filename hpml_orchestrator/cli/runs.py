@@ -28,7 +28,7 @@ from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.history import RunHistory
     from hpml_orchestrator.runs.state import State
 
 
@@ -119,17 +119,20 @@ def status(
     )
     empty = "no unfinished runs; `hpml list` shows all" if every else "no runs"
     shown = [state for state in every if runs or not state.over]
-    lives = [_life(state) for state in shown]
+    histories = [_history(state) for state in shown]
     if as_json:
-        told = [life.to_json() if life else None for life in lives]
-        rows_json = [state_json(state, chosen=site) for state in shown]
-        print_json([{**row, "life": life} for row, life in zip(rows_json, told, strict=True)])
+        print_json(
+            [
+                {**state_json(state, chosen=site), "life": history.to_json() if history else None}
+                for state, history in zip(shown, histories, strict=True)
+            ]
+        )
         return
     _print_states(shown, site=site, as_json=False, empty=empty)
     lines = [
         (state.submission.label, line)
-        for state, life in zip(shown, lives, strict=True)
-        for line in (life.lines if life else ())
+        for state, history in zip(shown, histories, strict=True)
+        for line in (history.lines if history else ())
     ]
     if lines:
         typer.echo("")
@@ -141,13 +144,13 @@ def status(
         print_table(("RUN", "DASHBOARD"), rows)
 
 
-def _life(state: State) -> Life | None:
+def _history(state: State) -> RunHistory | None:
     if state.over:
         return None
-    from hpml_orchestrator.runs.life import read_life  # noqa: PLC0415 - of unfinished runs only
+    from hpml_orchestrator.runs.history import read_history  # noqa: PLC0415 - of unfinished runs only
 
     with contextlib.suppress(RecordError):  # another user's
-        return read_life(state)
+        return read_history(state)
     return None
 
 

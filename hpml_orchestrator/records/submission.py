@@ -76,8 +76,9 @@ class Submission:
         if index == self.index:
             return self
         other = replace(self, index=index)
-        read = {name: vars(self)[name] for name in ("_request", "_job") if name in vars(self)}
-        vars(other).update(read)
+        for name in ("_request", "_job"):
+            if name in vars(self):
+                vars(other)[name] = vars(self)[name]
         return other
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import BindingError, HpmlError, JobFailedError, RecordError
 from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
-from hpml_orchestrator.runs.life import next_step, read_life
+from hpml_orchestrator.runs.history import next_step, read_history
 from hpml_orchestrator.runs.reporting.summary import binding_of
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import state_of
@@ -176,7 +176,7 @@ def refuse_failed(state: State) -> None:
     with_output = [one for one in failed if os.path.exists(one.run.output)]
     hints = [f"hpml logs {one.submission.label}" for one in with_output[:1]]
     with contextlib.suppress(HpmlError):  # another user's record
-        hints += filter(None, [next_step(failed[0], read_life(failed[0]))])
+        hints += filter(None, [next_step(failed[0], read_history(failed[0]))])
     raise JobFailedError(message, hint="; ".join(hints), run=label)
 
 

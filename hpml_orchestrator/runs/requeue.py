@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.run import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
-from hpml_orchestrator.runs.life import silence_of
+from hpml_orchestrator.runs.history import silence_of
 from hpml_orchestrator.runs.resubmit import ACTIVE, claim_checkpoints, refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of

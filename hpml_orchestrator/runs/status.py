@@ -212,11 +212,10 @@ def _without_job(
     if submission.job() is not None:
         return None
     from hpml_orchestrator.runs.submit import (  # noqa: PLC0415 - few runs have no job
-        Absent,
-        Found,
         determine_outcome,
         known_absent,
     )
+    from hpml_orchestrator.scheduler.slurm.messages import Absent, Found  # noqa: PLC0415 - as above
 
     refused = submission.refused()
     outcome: Outcome

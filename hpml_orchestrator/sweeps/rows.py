@@ -20,7 +20,7 @@ from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.jobfile.sweep import MetricPattern
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.facts import ranks_of
-from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.history import RunHistory, read_history
 from hpml_orchestrator.runs.reporting.description import Hours, hours_of, last_result
 from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
@@ -165,7 +165,7 @@ def row_of(
     try:
         summary, attempts = summarise(state), state.run.attempts()
         asked = shared.job.resources
-        hours, life = hours_of(state, asked, now=state.ended), read_life(state, summary)
+        hours, life = hours_of(state, asked, now=state.ended), read_history(state, summary)
         placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
@@ -260,7 +260,7 @@ def row_of(
     )
 
 
-def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued]:
+def _continued(life: RunHistory | None, requeued: Sequence[Requeued]) -> list[Requeued]:
     """Return the earlier starts whose work the last one continues, from a checkpoint.
 
     Starts before an attempt that began from scratch are not among them.

@@ -255,7 +255,7 @@ class RunLimits:
 
 
 @dataclass(frozen=True)
-class Life:
+class RunHistory:
     """A run over all of its attempts. None means unknown."""
 
     attempts: tuple[AttemptReport, ...]  # in order
@@ -412,9 +412,9 @@ def seconds_left(state: State, now: float) -> float | None:
     return max(0.0, limit - max(0.0, now - state.started))
 
 
-def read_life(
+def read_history(
     state: State, summary: Summary | None = None, *, now: float | None = None
-) -> Life | None:
+) -> RunHistory | None:
     """Return a run over all of its attempts; None before the first, and for an array as a whole.
 
     Args:
@@ -435,9 +435,9 @@ def read_life(
     left = seconds_left(state, now) if runs else None
     waits = state.waits or (reports[-1].goes_on and left is None)
     waits = waits and not state.over
-    life = life_of(reports, limits=_limits_of(state), left_seconds=left, waits=waits, now=now)
+    history = history_of(reports, limits=_limits_of(state), left_seconds=left, waits=waits, now=now)
     silent, silence = silence_of(state, now)
-    return replace(life, silent_seconds=silent, silence=silence)
+    return replace(history, silent_seconds=silent, silence=silence)
 
 
 def silence_of(state: State, now: float) -> tuple[float | None, str]:
@@ -458,13 +458,16 @@ def silence_of(state: State, now: float) -> tuple[float | None, str]:
     return None, ""
 
 
-def next_step(state: State, life: Life | None) -> str:
+def next_step(state: State, history: RunHistory | None) -> str:
     """Return which command continues a run that is over, and from where; empty if none does."""
-    saved = max((one.saved_step or 0 for one in life.attempts), default=0) if life else 0
-    if life is None or not saved or not state.over or state.state == JobState.COMPLETED:
+    saved = max((one.saved_step or 0 for one in history.attempts), default=0) if history else 0
+    if history is None or not saved or not state.over or state.state == JobState.COMPLETED:
         return ""
     command = f"hpml requeue {state.submission.label}"
-    if JobState.OUT_OF_MEMORY in (state.state, life.attempts[-1].state):  # not into the same limit
+    if JobState.OUT_OF_MEMORY in (
+        state.state,
+        history.attempts[-1].state,
+    ):  # not into the same limit
         command = f"hpml resubmit {state.submission.label} --set resources.memory=…"
     return f"{command} continues from step {saved:,}"
 
@@ -480,14 +483,14 @@ def _limits_of(state: State) -> RunLimits:
     return RunLimits(seconds, own.attempts if own.requeue else None, own.requeue, own.hang)
 
 
-def life_of(
+def history_of(
     attempts: Sequence[AttemptReport],
     *,
     limits: RunLimits,
     left_seconds: float | None = None,
     waits: bool = False,
     now: float,
-) -> Life:
+) -> RunHistory:
     """Return a run over all of its attempts, from their records.
 
     Time is lost from an attempt's last checkpoint, or its first counters if it wrote none, until
@@ -527,7 +530,7 @@ def life_of(
     paused = math.fsum(one.paused_seconds for one in known)
     elapsed = _between(known[0].started, known[-1].ended if has_ended else now)
     elapsed = max(0.0, elapsed - paused)
-    life = Life(
+    history = RunHistory(
         tuple(known),
         at_most=limits.attempts,
         elapsed_seconds=elapsed,
@@ -542,7 +545,7 @@ def life_of(
         left_seconds=left_seconds,
         hang_seconds=limits.hang_seconds,
     )
-    return _with_save_interval(_with_forecast(life, limits), waits=waits)
+    return _with_save_interval(_with_forecast(history, limits), waits=waits)
 
 
 def _between(begin: float | None, end: float | None) -> float:
@@ -569,42 +572,42 @@ def _newest(values: Iterable[T | None]) -> T | None:
     return next((value for value in reversed([*values]) if value is not None), None)
 
 
-def _with_forecast(life: Life, limits: RunLimits) -> Life:
-    left, rate = life.left_seconds, life.steps_per_second
-    if left is None or not rate or life.step is None or not life.total_steps:
-        return life
-    needed = max(0, life.total_steps - life.step) / rate
+def _with_forecast(history: RunHistory, limits: RunLimits) -> RunHistory:
+    left, rate = history.left_seconds, history.steps_per_second
+    if left is None or not rate or history.step is None or not history.total_steps:
+        return history
+    needed = max(0, history.total_steps - history.step) / rate
     if needed <= left:
-        return replace(life, needed_seconds=needed, more_attempts=0)
+        return replace(history, needed_seconds=needed, more_attempts=0)
     startups = [
-        _between(one.started, one.trained_from) for one in life.attempts if one.trained_from
+        _between(one.started, one.trained_from) for one in history.attempts if one.trained_from
     ]
     # Each further attempt spends part of its limit on start-up before it trains.
     useful = limits.seconds - math.fsum(startups) / max(1, len(startups))
     if "time_limit" not in limits.continues or useful <= 0 or not math.isfinite(useful):
-        return replace(life, needed_seconds=needed)
+        return replace(history, needed_seconds=needed)
     more = math.ceil((needed - left) / useful)
-    return replace(life, needed_seconds=needed, more_attempts=more)
+    return replace(history, needed_seconds=needed, more_attempts=more)
 
 
-def _with_save_interval(life: Life, *, waits: bool) -> Life:
+def _with_save_interval(history: RunHistory, *, waits: bool) -> RunHistory:
     """Add the interval sqrt(2 * duration of a checkpoint * time between failures) and its parts.
 
     A failure is an end that gave the ranks no chance to save. Neither the time limit is one, nor a
     cancellation by the user.
     """
-    attempts = life.attempts
+    attempts = history.attempts
     followed = attempts if waits else attempts[:-1]
     failures = sum(one.failed for one in followed)
     trained = math.fsum(_between(one.trained_from, one.trained_until) for one in attempts)
     saves = sum(one.saves for one in attempts)
     if not saves or not trained:
-        return life
+        return history
     save = math.fsum(one.saving_seconds for one in attempts) / saves
-    life = replace(life, save_seconds=save, save_every_seconds=trained / saves)
+    history = replace(history, save_seconds=save, save_every_seconds=trained / saves)
     # One failure in a few minutes says nothing about the time between failures.
     if not failures or not save or trained < _ADVICE_SECONDS:
-        return life
+        return history
     between = trained / failures
     best = math.sqrt(2 * save * between)
-    return replace(life, between_failures_seconds=between, best_save_every_seconds=best)
+    return replace(history, between_failures_seconds=between, best_save_every_seconds=best)
