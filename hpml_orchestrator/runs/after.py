@@ -43,9 +43,9 @@ def pending_dependencies(
         end = dependency.rpartition(":")[0] or "ok"
         label = state.submission.label
         if state.elsewhere:
-            raise _wrong(dependency, f"{label} is {state.reason}")
+            raise _wrong_dependency(dependency, f"{label} is {state.reason}")
         if state.state == UNREADABLE or not state.job_id:
-            raise _wrong(dependency, f"{label} has no job to wait for: {state.reason}")
+            raise _wrong_dependency(dependency, f"{label} has no job to wait for: {state.reason}")
         if state.unfinished:
             waiting.append({"run": label, "end": end, "job_id": state.job_id})
             continue
@@ -55,7 +55,7 @@ def pending_dependencies(
         if end != "any" and not as_wanted:
             how = f"ended {state.state}" if state.over else "ended in an unknown way"
             wanted = f"the job should start only after it {_WANTED[end]}"
-            raise _wrong(dependency, f"{label} {how}, and {wanted}")
+            raise _wrong_dependency(dependency, f"{label} {how}, and {wanted}")
     return waiting
 
 
@@ -64,16 +64,16 @@ def _resolve(store: Store, dependency: str, backend: str) -> Submission:
         submission = store.resolve(dependency.rpartition(":")[2])
         record = submission.record()
     except (InputError, NotFoundError) as error:
-        raise _wrong(dependency, str(error), error.hint) from error
+        raise _wrong_dependency(dependency, str(error), error.hint) from error
     other = str(record["backend"])
     if other == "local" and record["host"] != socket.gethostname():
         other = f"local backend of {record['host']}"
     if other != backend:
         message = f"{submission.label} is a run of the {other}, this job is for {backend}"
-        raise _wrong(dependency, message)
+        raise _wrong_dependency(dependency, message)
     return submission
 
 
-def _wrong(dependency: str, message: str, hint: str = "") -> InputError:
+def _wrong_dependency(dependency: str, message: str, hint: str = "") -> InputError:
     hint = hint or "`hpml list` shows the runs"
     return InputError(message, field="after", value=dependency, hint=hint)
