@@ -40,7 +40,6 @@ from hpml_orchestrator.cli.process import (
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import Rendered, explained, load_job, render_job, write_rendered
 from hpml_orchestrator.runs.requeue import requeue as requeue_run
@@ -51,6 +50,7 @@ from hpml_orchestrator.runs.resubmit import (
     last_to_save,
     refuse_to_resubmit,
 )
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
