@@ -14,7 +14,7 @@ from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
-from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_shared_checkpoints
+from hpml_orchestrator.runs.requeue import claim_checkpoints, refuse_shared_checkpoints
 from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.submit import submit
 

@@ -42,14 +42,14 @@ from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import Rendered, explained, load_job, render_job, write_rendered
-from hpml_orchestrator.runs.requeue import requeue as requeue_run
-from hpml_orchestrator.runs.resubmit import (
+from hpml_orchestrator.runs.requeue import (
     checkpoint_directory,
     claim_checkpoints,
     job_to_resubmit,
     last_to_save,
     refuse_to_resubmit,
 )
+from hpml_orchestrator.runs.requeue import requeue as requeue_run
 from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume
