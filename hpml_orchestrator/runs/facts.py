@@ -66,7 +66,7 @@ def gather(
         prometheus: asked for what the record lacks.
         peaks: what the nodes can do.
         summary: of its last attempt, if it was read already.
-        silence: how long a running job has reported nothing, in words, if that was read already.
+        silence: how long a running job has reported nothing, in words, if already known.
         now: seconds since the epoch; the clock when left out.
 
     Raises:

@@ -136,7 +136,7 @@ def attempt_reports(state: State, newest: Timeline | None = None) -> list[Attemp
 
     Args:
         state: of the run.
-        newest: the events of its last attempt, if they were read already.
+        newest: the events of its last attempt, if already read.
 
     Raises:
         RecordError: the run's directory may not be read.
@@ -287,13 +287,13 @@ class RunHistory:
 
     @property
     def line(self) -> str:
-        """Attempt, resumed step and time left of an unfinished run, in one line; may be empty."""
+        """The attempt, the step that it resumed at and the time left, in one line; may be empty."""
         place, left = self.place, self.left_seconds
         return f"{place}, time limit in {_about(left)}" if place and left is not None else place
 
     @property
     def place(self) -> str:
-        """The same without the time left, so that it does not change while an attempt runs."""
+        """The same without the time left: it stays constant while an attempt runs."""
         newest = self.attempts[-1]
         parts = []
         if self.at_most is not None:
@@ -419,8 +419,8 @@ def read_history(
 
     Args:
         state: of the run.
-        summary: of its last attempt, if it was read already.
-        now: seconds since the epoch; the clock when left out.
+        summary: of its last attempt, if already read.
+        now: seconds since the epoch; the current time by default.
 
     Raises:
         RecordError: the run's directory may not be read; a closed attempt has its `error`.

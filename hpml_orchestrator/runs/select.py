@@ -61,7 +61,7 @@ def parse_states(text: str, *, field: str) -> set[str]:
 
 
 def run_name(submission: Submission) -> str:
-    """Return the name that a run's id begins with, in full if the id has only its beginning."""
+    """Return a run's name, also if its id has only the beginning of the name."""
     shown = submission.sid.rsplit("-", 3)[0]
     if len(shown) < MAX_NAME_CHARS:
         return shown
@@ -99,11 +99,11 @@ def select(
     Args:
         store: where records live.
         name: a name, or a pattern such as `digits-*`.
-        since: only those that were submitted since then, seconds since the epoch.
+        since: only runs submitted since then, seconds since the epoch.
         sweep: only the runs of the sweep with this id.
-        in_states: only those that are in one of these states; any when empty.
-        limit: at most so many; all when left out.
-        backends: the schedulers; the real ones when left out.
+        in_states: only runs in one of these states; any state if empty.
+        limit: at most this many; all by default.
+        backends: the schedulers; the real ones by default.
     """
     chosen = (
         submission
@@ -182,7 +182,7 @@ def pending_dependencies(
         store: where records live.
         dependencies: `RUN`, or one after `ok:`, `any:` or `notok:`.
         backend: name of the scheduler that the job is for.
-        backends: the schedulers; the real ones when left out.
+        backends: the schedulers; the real ones by default.
 
     Raises:
         InputError: the run does not exist, belongs to another scheduler, has no job, or did not end

@@ -69,15 +69,15 @@ class State:
     backend: str
     job_id: str  # the scheduler's; empty while it is not known
     state: str  # a scheduler's, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`
-    cluster: str = ""  # that it was submitted to; empty for this machine, or if it is not known
-    reason: str = ""  # why, in a few words; of an array how many tasks are in which state
+    cluster: str = ""  # it was submitted to this one; empty for this machine, or if unknown
+    reason: str = ""  # why, in a few words; for an array, the number of tasks in each state
     nodes: str = ""  # node list
     created: float = 0.0
     started: float | None = None
     ended: float | None = None
-    limit_at: float | None = None  # when the scheduler ends it; None if it does not say so
-    expected_start: float | None = None  # while it waits, as far as the scheduler has planned it
-    exit_code: int | None = None  # of the script; of an array its worst task's
+    limit_at: float | None = None  # when the scheduler ends it; None if unknown
+    expected_start: float | None = None  # of a waiting job, if the scheduler has planned it
+    exit_code: int | None = None  # of the script; for an array, of its worst task
     attempts: int = 0  # number of starts
     over: bool = False  # whether nothing more will happen by itself
     # Whether the scheduler answers but no longer knows the job, and the job did not record its end:
@@ -89,7 +89,7 @@ class State:
     # Whether its continuation failed: it is over until a user requeues it.
     interrupted: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
-    tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
+    tasks: tuple[State, ...] = ()  # of an array: one state per task, by index
 
     @staticmethod
     def of(submission: Submission, record: SubmitRecord) -> State:
@@ -106,7 +106,7 @@ class State:
 
     @property
     def run(self) -> Run:
-        """Its run; of an array as a whole a directory that does not exist."""
+        """Its run; for a whole array, a directory that does not exist."""
         return run_of(self.submission)
 
     @property
@@ -317,8 +317,8 @@ def _unfinished(tasks: Sequence[State]) -> str:
 
 
 def _counted_as(task: State) -> str:
-    # A task that may be requeued shows the state that it passes through, such as PREEMPTED, and yet
-    # it waits.
+    # A task that may be requeued waits, although it shows the state that it passes through, such as
+    # PREEMPTED.
     if not task.over and task.state in _WORST_FIRST:
         return "waiting"
     return _COUNTED_AS.get(task.state, task.state.lower().replace("_", " "))
@@ -474,7 +474,7 @@ def job_dashboard(state: State, *, chosen: str = "") -> str | None:
     """Return the address of a run's Job dashboard, over the time that its last attempt ran.
 
     None before the run has started, for an array as a whole, and without an address in the site
-    profile. The profile is the one that is chosen, else those of the run's submission.
+    profile. The profile is the chosen one, else those of the run's submission.
 
     Args:
         state: of the run.

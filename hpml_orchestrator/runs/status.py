@@ -107,7 +107,7 @@ def states(
 ) -> list[State]:
     """Return the state of each submission or task, in the order given.
 
-    The record of a submission has its end; each scheduler is queried once for all the others. The
+    Recorded ends are read first; each scheduler is queried once for all other submissions. The
     state of a submission of another cluster is UNKNOWN: its job id means another job here.
     """
     backends = backends or backends_of(store)
@@ -130,8 +130,8 @@ def states(
             scheduler = name, str(record["host"]) if name == "local" else ""
             base = State.of(submission, record)
             state = (
-                # From the cheapest source to the dearest. The cluster comes before anything that
-                # asks about a job id, because the same id is another job elsewhere.
+                # The cheapest source comes first. The cluster comes before any query about a job
+                # id, because the same id is another job elsewhere.
                 read_final(base)
                 or _elsewhere(base, scheduler, backends, query_error_of)
                 or _without_job(store, base, partial(backends, *scheduler), now())
@@ -460,7 +460,7 @@ def _reason(
 
 
 def _unseen(base: State, status: JobStatus, own: Attempt | None) -> str:
-    """Return why a job failed of which neither start nor output is recorded; else nothing."""
+    """Return why a job failed that recorded neither its start nor output; else an empty text."""
     failed = base.backend == "slurm" and status.state is JobState.FAILED
     if not failed or own is not None or run_of(base.submission).has_output():
         return ""
@@ -485,7 +485,7 @@ def _failure(own: Attempt, end: EndRecord | None) -> str:
 def _exceeded(
     submission: Submission, status: JobStatus, end: EndRecord | None, *, by_record: bool
 ) -> str:
-    """Return which limit ended a job, what was requested and how to raise it; else nothing."""
+    """Return which limit ended a job, the request and how to raise it; empty if none did."""
     end = end or {}
     known = str(end.get("state") or "")
     state = known if status.state is JobState.FAILED else status.state.value
