@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -199,7 +198,7 @@ class Run:
         """Return the tasks of a job array, by index; for a single job, only the run itself."""
         if not self._submission.is_array():
             return [self]
-        tasks = [replace(self._submission, index=index) for index, _ in self._submission.runs()]
+        tasks = [self._submission.at(index) for index, _ in self._submission.runs()]
         return [Run(task, records=self._store.root) for task in tasks]
 
     def logs(self, lines: int = 0) -> str:

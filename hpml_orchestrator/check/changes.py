@@ -118,7 +118,7 @@ def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
         cpus.append(len(cpu_ids()))
         memory = [memory_mb() * float(MIB)] if memory_mb() else memory
     elif site is not None:
-        wanted = state.submission.requested_job(record).resources.partition
+        wanted = state.submission.requested_job().resources.partition
         kinds = site.node_types_of(wanted)
         parts = [
             site.partitions[one] for one in site.partitions_of(wanted) if one in site.partitions

@@ -50,9 +50,9 @@ from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.targets import is_loopback
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import MIB, format_time, size_text
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend, refuse_other_clusters
-from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
+from hpml_orchestrator.runs.requeue import refuse_shared_checkpoints
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner, job_environment
 from hpml_orchestrator.scheduler.local.processes import (
     LocalMachine,

@@ -12,10 +12,10 @@ from hpml_orchestrator.check.request import topologies_of
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
-from hpml_orchestrator.runs.resubmit import claim_checkpoints, refuse_shared_checkpoints
+from hpml_orchestrator.runs.requeue import claim_checkpoints, refuse_shared_checkpoints
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.submit import submit
 
 if TYPE_CHECKING:

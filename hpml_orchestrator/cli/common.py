@@ -12,14 +12,13 @@ import typer
 
 from hpml_orchestrator.cli.process import APPENDED, notice
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.jobfile.text import read_credentials
-from hpml_orchestrator.runs.prometheus import Prometheus
-from hpml_orchestrator.site.profile import prometheus_of_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.submission import Submission
+    from hpml_orchestrator.runs.prometheus import Prometheus
 
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
@@ -97,6 +96,21 @@ _RUN = typer.Argument(
 )
 RunWord = Annotated[str, _RUN]
 RunWords = Annotated[list[str], _RUN]
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="Only runs of this name; a pattern such as 'digits-*' matches several names.",
+        autocompletion=completion(lambda store: set(map(_run_name, store.submissions()))),
+    ),
+]
+
+
+def _run_name(submission: Submission) -> str:
+    from hpml_orchestrator.runs.select import run_name  # noqa: PLC0415 - completion only
+
+    return run_name(submission)
 
 
 def store_of(context: typer.Context) -> Store:
@@ -219,5 +233,9 @@ def chosen_prometheus(context: typer.Context, url: str, credentials: str) -> Pro
     Raises:
         InputError: the address, the file or the site profile is wrong.
     """
+    from hpml_orchestrator.jobfile.text import read_credentials  # noqa: PLC0415 - few commands ask
+    from hpml_orchestrator.runs.prometheus import Prometheus  # noqa: PLC0415 - as above
+    from hpml_orchestrator.site.profile import prometheus_of_site  # noqa: PLC0415 - as above
+
     url = url or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
     return None if url == "none" else Prometheus(url, read_credentials(credentials))

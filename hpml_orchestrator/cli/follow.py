@@ -28,7 +28,7 @@ from hpml_orchestrator.runs.follow import (
     start_of_last,
     wait_until_over,
 )
-from hpml_orchestrator.runs.life import Life, read_life, silence_of
+from hpml_orchestrator.runs.history import RunHistory, read_history, silence_of
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import State, run_of
 from hpml_orchestrator.runs.status import states
@@ -159,20 +159,20 @@ class _Notices:
         self._silent = bool(silence)
         if state.attempts == self._known:
             return
-        life = _life(state)
-        place = life.place if life else ""
-        if life and life.attempts[-1].trained_from:
+        history = _history(state)
+        place = history.place if history else ""
+        if history and history.attempts[-1].trained_from:
             self._known = state.attempts
-        if life and place not in ("", self._attempt):
+        if history and place not in ("", self._attempt):
             self._attempt = place
-            notice(life.line)
+            notice(history.line)
 
 
-def _life(state: State) -> Life | None:
-    with contextlib.suppress(HpmlError):  # it belongs to another user
+def _history(state: State) -> RunHistory | None:
+    with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
             continues = state.submission.requested_job().checkpoint.enabled
-            return read_life(state) if state.attempts > 1 or continues else None
+            return read_history(state) if state.attempts > 1 or continues else None
     return None
 
 

@@ -40,17 +40,17 @@ from hpml_orchestrator.cli.process import (
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import Rendered, explained, load_job, render_job, write_rendered
-from hpml_orchestrator.runs.requeue import requeue as requeue_run
-from hpml_orchestrator.runs.resubmit import (
+from hpml_orchestrator.runs.requeue import (
     checkpoint_directory,
     claim_checkpoints,
     job_to_resubmit,
     last_to_save,
     refuse_to_resubmit,
 )
+from hpml_orchestrator.runs.requeue import requeue as requeue_run
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
@@ -353,7 +353,7 @@ def submit(
         options = {"--set": settings, "--after": after, "--local": local}
         options |= {"arguments after --": appended_arguments(context)}
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
-        submission = replace(store.resolve(resume_run, exact_name=True), index=None)
+        submission = store.resolve(resume_run, exact_name=True).at(None)
         job_id = _resume(store, submission)
         message = f"{submission.sid} is job {job_text(submission, job_id)}"
     else:

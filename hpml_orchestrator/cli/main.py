@@ -91,8 +91,10 @@ COMMANDS = {
     "requeue": CommandEntry(
         "jobfile", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
     ),
-    "cancel": CommandEntry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
-    "prune": CommandEntry("runs", "prune", "Remove old runs and their files.", _RUNS),
+    "cancel": CommandEntry(
+        "cancel", "cancel", "Cancel runs or single tasks of a job array.", _RUNS
+    ),
+    "prune": CommandEntry("cancel", "prune", "Remove old runs and their files.", _RUNS),
     "stage": CommandEntry(
         "stage", "group", "Copy data to this node's memory or local disk.", _DATA
     ),

@@ -1,9 +1,8 @@
-"""Commands about runs: list, status, cancel, prune."""
+"""Commands about runs: list and status."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,62 +10,26 @@ import typer
 
 from hpml_orchestrator.cli.common import (
     JsonOption,
+    NameOption,
     RunWords,
     chosen_site,
     completion,
     print_json,
     print_table,
     refuse_empty,
-    refuse_with,
     store_of,
 )
-from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.errors import (
-    HpmlError,
-    InputError,
-    NotFoundError,
-    RecordError,
-    SchedulerUnavailable,
-    counted,
-    did_you_mean,
-)
-from hpml_orchestrator.jobfile.text import parse_age, parse_since
+from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.store import ids_in
-from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
-from hpml_orchestrator.runs.cancel import BEING_SUBMITTED, NOT_CANCELLED
-from hpml_orchestrator.runs.cancel import cancel as cancel_runs
-from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.prune import OVER
-from hpml_orchestrator.runs.prune import prune as prune_runs
-from hpml_orchestrator.runs.select import (
-    STATES,
-    named,
-    parse_states,
-    run_name,
-    select,
-    sweep_of,
-    unfinished,
-)
+from hpml_orchestrator.records.texts import elapsed_text
+from hpml_orchestrator.runs.select import STATES, parse_states, select
 from hpml_orchestrator.runs.state import job_dashboard, state_json
-from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.records.submission import Submission
-    from hpml_orchestrator.runs.life import Life
-    from hpml_orchestrator.runs.prune import Pruned
+    from hpml_orchestrator.runs.history import RunHistory
     from hpml_orchestrator.runs.state import State
-
-
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        metavar="NAME",
-        help="Only runs of this name; a pattern such as 'digits-*' matches several names.",
-        autocompletion=completion(lambda store: {*map(run_name, store.submissions())}),
-    ),
-]
 
 
 def list_(
@@ -118,7 +81,7 @@ def list_(
     shown = select(
         store,
         name=name or "*",
-        since=None if since is None else parse_since(since, field="--since", now=time.time()),
+        since=_since(since) if since else None,
         sweep=_sweep(store, sweep) if sweep else "",
         in_states={one for text in state for one in parse_states(text, field="--state")},
         limit=None if everything else number,
@@ -126,6 +89,12 @@ def list_(
     selects = state or since or sweep or name
     empty = "no runs match" if selects and any(True for _ in store.submissions()) else "no runs"
     _print_states(shown, site=chosen_site(context), as_json=as_json, empty=empty)
+
+
+def _since(text: str) -> float:
+    from hpml_orchestrator.jobfile.text import parse_since  # noqa: PLC0415 - needs pydantic
+
+    return parse_since(text, field="--since", now=time.time())
 
 
 def _sweep(store: Store, word: str) -> str:
@@ -150,17 +119,20 @@ def status(
     )
     empty = "no unfinished runs; `hpml list` shows all" if every else "no runs"
     shown = [state for state in every if runs or not state.over]
-    lives = [_life(state) for state in shown]
+    histories = [_history(state) for state in shown]
     if as_json:
-        told = [life.to_json() if life else None for life in lives]
-        rows_json = [state_json(state, chosen=site) for state in shown]
-        print_json([{**row, "life": life} for row, life in zip(rows_json, told, strict=True)])
+        print_json(
+            [
+                {**state_json(state, chosen=site), "life": history.to_json() if history else None}
+                for state, history in zip(shown, histories, strict=True)
+            ]
+        )
         return
     _print_states(shown, site=site, as_json=False, empty=empty)
     lines = [
         (state.submission.label, line)
-        for state, life in zip(shown, lives, strict=True)
-        for line in (life.lines if life else ())
+        for state, history in zip(shown, histories, strict=True)
+        for line in (history.lines if history else ())
     ]
     if lines:
         typer.echo("")
@@ -172,11 +144,13 @@ def status(
         print_table(("RUN", "DASHBOARD"), rows)
 
 
-def _life(state: State) -> Life | None:
+def _history(state: State) -> RunHistory | None:
     if state.over:
         return None
+    from hpml_orchestrator.runs.history import read_history  # noqa: PLC0415 - of unfinished runs only
+
     with contextlib.suppress(RecordError):  # another user's
-        return read_life(state)
+        return read_history(state)
     return None
 
 
@@ -203,188 +177,3 @@ def _row(state: State) -> tuple[str, ...]:
         state.nodes or "-",
         state.why or "-",
     )
-
-
-def cancel(
-    context: typer.Context,
-    runs: RunWords = [],
-    everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Cancel all of your unfinished runs.")
-    ] = False,
-    name: NameOption = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="With --all or --name: do not ask.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Cancel runs or single tasks of a job array.
-
-    Runs that have ended stay as they are. For a run that is still being submitted this waits a few
-    seconds; if it has no job by then, it is not cancelled and the exit status is 5. --all and
-    --name take your own runs only, and ask first on a terminal.
-    """
-    refuse_empty({"--name": name})
-    if everything:
-        refuse_with("--all", {"RUN": runs, "--name": name})
-    elif name is not None:
-        refuse_with("--name", {"RUN": runs})
-    elif not runs:
-        raise InputError("choose runs with RUN, --name or --all", hint="hpml cancel last")
-    store = store_of(context)
-    unreadable: list[State] = []
-    if runs:
-        submissions = _resolved(store, runs)
-    else:
-        found = _unfinished(store, "*" if name is None else name)
-        unreadable = [state for state in found if state.state == UNREADABLE]
-        found = [state for state in found if state not in unreadable]
-        if not found and not as_json:
-            typer.echo("no unfinished runs", err=True)
-        _confirm(found, yes=yes)
-        submissions = [state.submission for state in found]
-    outcomes = cancel_runs(store, submissions, notice=notice)
-    if as_json:
-        print_json(outcomes)
-    else:
-        for outcome in outcomes:
-            typer.echo(f"{outcome['id']}: {outcome['outcome']}")
-    if unreadable:
-        raise RecordError("\n".join(f"not cancelled: {state.reason}" for state in unreadable))
-    _report_left(outcomes)
-
-
-def _report_left(outcomes: list[dict[str, str]]) -> None:
-    left = {one["id"]: one["outcome"] for one in outcomes if NOT_CANCELLED in one["outcome"]}
-    again = [run for run, outcome in left.items() if BEING_SUBMITTED in outcome]
-    if left:
-        hint = f"the job may still appear; try again: hpml cancel {' '.join(again)}"
-        raise SchedulerUnavailable(f"not cancelled: {', '.join(left)}", hint=hint if again else "")
-
-
-def _resolved(store: Store, runs: list[str]) -> list[Submission]:
-    try:
-        return [store.resolve(word, exact_name=True) for word in runs]
-    except HpmlError as error:
-        if len(runs) > 1:
-            error.hint = f"nothing was cancelled; {error.hint}"
-        raise
-
-
-def _unfinished(store: Store, pattern: str) -> list[State]:
-    if pattern != "*" and not any(True for _ in named(store, pattern)):
-        names = {*map(run_name, store.submissions())}
-        hint = did_you_mean(pattern, names) or "`hpml list` shows all runs"
-        raise NotFoundError(f"no run is named {pattern!r}", hint=hint)
-    return unfinished(store, pattern)
-
-
-def _confirm(found: list[State], *, yes: bool) -> None:
-    if found and not yes and sys.stdin.isatty():
-        for state in found:
-            typer.echo(f"{state.submission.label}  {state.state}", err=True)
-        if not typer.confirm(f"Cancel {counted(len(found), 'run')}?", err=True):
-            typer.echo("nothing was cancelled", err=True)
-            raise typer.Exit(1)
-    for sweep in dict.fromkeys(filter(None, (sweep_of(state.submission) for state in found))):
-        notice(f"warning: {sweep} may submit more runs; to stop it: hpml sweep cancel {sweep}")
-
-
-def prune(
-    context: typer.Context,
-    runs: RunWords = [],
-    older_than: Annotated[
-        str | None,
-        typer.Option(
-            "--older-than",
-            metavar="AGE",
-            help="Only runs that ended at least this long ago, e.g. 12h, 30d or 8w.",
-        ),
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option(
-            "--state",
-            metavar="STATES",
-            help="Only runs that ended in these states, e.g. FAILED,CANCELLED.",
-        ),
-    ] = None,
-    keep: Annotated[
-        int | None,
-        typer.Option("--keep", metavar="N", min=0, help="Keep the newest N of the selected runs."),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Remove the runs instead of listing them.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Remove old runs and their files.
-
-    Removes records, output and run directories with everything the training wrote there, including
-    checkpoints; a job array is removed as a whole. Unfinished runs, runs of other users and data
-    staged on nodes are kept. Without --yes this only lists what it would remove; without RUN it
-    takes all of your runs that the options select.
-    """
-    if not runs and older_than is None and state is None and keep is None:
-        raise InputError(
-            "choose runs with RUN, --older-than, --state or --keep",
-            hint="hpml prune --older-than 30d",
-        )
-    store = store_of(context)
-    named = [store.resolve(word, exact_name=True) for word in runs]
-    task = next((submission for submission in named if submission.index is not None), None)
-    if task is not None:
-        raise InputError(
-            "names one task; only a whole job array can be removed",
-            field="RUN",
-            value=task.label,
-            hint=f"hpml prune {task.sid}",
-        )
-    done = prune_runs(
-        store,
-        named,
-        older_seconds=None if older_than is None else parse_age(older_than, field="--older-than"),
-        in_states=_states(state),
-        keep=keep or 0,
-        dry_run=not yes,
-    )
-    if as_json:
-        print_json({"dry_run": not yes, **done.to_json()})
-    else:
-        _print(done, dry_run=not yes)
-    if done.interrupted:
-        raise KeyboardInterrupt
-    sids = {submission.sid for submission in named}
-    kept = [sid for sid, _ in done.kept if sid in sids]
-    if kept:
-        raise InputError("was kept, see above", field="RUN", value=", ".join(kept))
-
-
-def _states(text: str | None) -> list[str]:
-    by_name = {state.replace(" ", "_"): state for state in OVER}
-    words = [] if text is None else text.split(",")
-    names = [word.strip().upper().replace(" ", "_") for word in words]
-    for word, name in zip(words, names, strict=True):
-        if name not in by_name:
-            raise InputError(
-                "must be final states", field="--state", value=word, hint=", ".join(by_name)
-            )
-    return [by_name[name] for name in names]
-
-
-def _print(done: Pruned, *, dry_run: bool) -> None:
-    if done.removed:
-        rows = [
-            (run.id, run.state, clock_text(run.ended) if run.ended else "-", human_bytes(run.bytes))
-            for run in done.removed
-        ]
-        print_table(("RUN", "STATE", "ENDED", "SIZE"), rows, optional=("ENDED", "SIZE"))
-    for sid, reason in done.kept:
-        typer.echo(f"kept: {sid} {reason}")
-    number, size = counted(len(done.removed), "run"), human_bytes(done.bytes)
-    if not dry_run:
-        cut = "interrupted: " if done.interrupted else ""
-        typer.echo(f"{cut}removed {number}, {size} freed")
-    elif done.removed:
-        typer.echo(f"would remove {number} and free {size}; use --yes to remove them")
-    else:
-        typer.echo("nothing to remove")

@@ -21,12 +21,11 @@ from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.verify import by_sentence
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed
-from hpml_orchestrator.runs.life import read_life
+from hpml_orchestrator.runs.history import read_history
 from hpml_orchestrator.runs.reporting.description import describe, read_software
 from hpml_orchestrator.runs.reporting.description import requirements as requirements_of
-from hpml_orchestrator.runs.reporting.summary import Summary, summarise
+from hpml_orchestrator.runs.reporting.summary import Summary, read_links, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
-from hpml_orchestrator.runs.reporting.timeline import read_links
 from hpml_orchestrator.runs.state import (
     damage_error,
     damage_of,
@@ -40,7 +39,7 @@ from hpml_orchestrator.topology.cpulist import format_list
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.history import RunHistory
     from hpml_orchestrator.runs.reporting.summary import BindingReport, RankLocation
     from hpml_orchestrator.runs.state import State
 
@@ -93,7 +92,7 @@ def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
         summary = Summary()
     else:
         summary = summarise(state)
-    life = read_life(state, summary)
+    life = read_history(state, summary)
     reports = life.attempts if life else ()
     if as_json:
         print_json(
@@ -105,7 +104,7 @@ def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
                 "summary": summary.to_json(),
                 "links": read_links(state, summary),
                 "software": read_software(state),
-                "diagnosis": _diagnosis(state, summary),
+                "diagnosis": _diagnosis(state, summary, life),
                 **summary.bound.to_json(),
                 "bindings": summary.bindings,
                 "record": submission.record(),
@@ -130,21 +129,24 @@ def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
         raise RecordError(state.reason)
 
 
-def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:
+def _lines(
+    state: State, summary: Summary, life: RunHistory | None, site: str
+) -> list[tuple[str, str]]:
     lines = array_lines(state) if state.tasks else summary_lines(state, summary, life)
     if dashboard := job_dashboard(state, chosen=site):
         lines.append(("dashboard", dashboard))
-    if found := _diagnosis(state, summary):
+    if found := _diagnosis(state, summary, life):
         lines.append(("diagnosis", f"{found}; hpml report {state.submission.label}"))
     return lines
 
 
-def _diagnosis(state: State, summary: Summary) -> str | None:
+def _diagnosis(state: State, summary: Summary, life: RunHistory | None) -> str | None:
     """Return the main bottleneck of a run in one line; None if nothing was found."""
     try:
         if state.tasks or state.run.newest() is None:
             return None
-        diagnosis = diagnose(gather(state, summary=summary))
+        silence = life.silence if life else None
+        diagnosis = diagnose(gather(state, summary=summary, silence=silence))
     except HpmlError:  # another user's, or damaged: the summary lists what can be read
         return None
     return diagnosis.headline if diagnosis.findings else None
@@ -162,7 +164,7 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
         JobFailedError: it did not complete.
     """
     summary = summarise(state)
-    life = read_life(state, summary)
+    life = read_history(state, summary)
     lines = _lines(state, summary, life, site)
     if as_json:
         shown = {**state_json(state, chosen=site), "summary": summary.to_json()}

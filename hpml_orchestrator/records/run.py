@@ -144,6 +144,13 @@ def owner_name(path: Path) -> str:
         return "unknown"
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a file or directory is there and belongs to this user."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
+
+
 def _unreadable(what: str, path: Path, error: OSError) -> RecordError:
     return RecordError(
         f"{what}: cannot be read: {error.strerror or error}",

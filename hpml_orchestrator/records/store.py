@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -317,7 +316,7 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
             f"{submission.sid} has no task {index}",
             hint=f"its tasks: {first_few([str(number) for number in indices], 10)}",
         )
-    return replace(submission, index=index)
+    return submission.at(index)
 
 
 def _is_last(submission: Submission) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,16 @@ class Submission:
         """Its name on the command line: the id, with `.<index>` for an array task."""
         return self.sid if self.index is None else f"{self.sid}.{self.index}"
 
+    def at(self, index: int | None) -> Submission:
+        """Return one task of its array, or the whole submission, without reading it again."""
+        if index == self.index:
+            return self
+        other = replace(self, index=index)
+        for name in ("_request", "_job"):
+            if name in vars(self):
+                vars(other)[name] = vars(self)[name]
+        return other
+
     @property
     def script(self) -> Path:
         """The batch script as submitted."""
@@ -84,27 +95,32 @@ class Submission:
             return ""
 
     def record(self) -> SubmitRecord:
-        """The request: `submit.json`.
+        """The request, `submit.json`, which never changes: it is read once.
 
         Raises:
             NotFoundError: it does not exist.
             RecordError: it is unreadable or damaged.
         """
+        return self._request
+
+    @cached_property
+    def _request(self) -> SubmitRecord:
         record: SubmitRecord = _checked(self.directory / "submit.json", _REQUEST)
         return record
 
-    def requested_job(self, record: SubmitRecord | None = None) -> Job:
+    def requested_job(self) -> Job:
         """The job that was submitted, from `submit.json`.
-
-        Args:
-            record: the result of `record`, if already read.
 
         Raises:
             NotFoundError: the record does not exist.
             RecordError: it is unreadable or damaged.
         """
+        return self._job
+
+    @cached_property
+    def _job(self) -> Job:
         try:
-            return Job.from_json((record or self.record())["job"])
+            return Job.from_json(self.record()["job"])
         except (TypeError, ValueError) as error:
             path = self.directory / "submit.json"
             raise RecordError(f"{path} is damaged: its job cannot be read ({error})") from error
@@ -122,7 +138,7 @@ class Submission:
         """The newest job of each array task with a continuation of its own, by index."""
         jobs = {}
         for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
-            task = replace(self, index=int(match[1]))
+            task = self.at(int(match[1]))
             with contextlib.suppress(RecordError):
                 if job := task.job():
                     jobs[int(match[1])] = f"{job['job_id']}_{match[1]}"

@@ -52,7 +52,7 @@ def job_of_run(submission: Submission) -> Job:
     A job array stays one: its tasks share the job file.
     """
     record = submission.record()
-    job = submission.requested_job(record)
+    job = submission.requested_job()
     if not record.get("sweep"):
         return job
     values = _point_values(submission)

@@ -130,7 +130,7 @@ def attachment(
 
 
 def _directory(state: State, record: SubmitRecord) -> Path:
-    workdir = Path(state.submission.requested_job(record).workdir)
+    workdir = Path(state.submission.requested_job().workdir)
     snapshot = record["provenance"].get("snapshot")
     if not snapshot:
         return workdir

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.model import Scheduler
-from hpml_orchestrator.site.profile import backend_of_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +46,8 @@ def choose(wanted: str, job_file: str | Path | None = None, site: str = "") -> s
     # A cluster that is down must not turn a job for its nodes into a local one on the login node:
     # whether it answers does not matter.
     if wanted == "auto":
+        from hpml_orchestrator.site.profile import backend_of_site  # noqa: PLC0415 - only for auto
+
         found = backend_of_site(job_file, os.environ, chosen=site)
         return found or ("slurm" if shutil.which("sbatch") else "local")
     if wanted not in ("slurm", "local"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
 
 NOT_CANCELLED = "not cancelled"
-"""Begins the outcome of a run that may still have a job."""
+"""The first words of the outcome of a run that may still have a job."""
 
 BEING_SUBMITTED = "it is being submitted"
 
@@ -34,16 +34,16 @@ def cancel(
     sleep: Callable[[float], None] = time.sleep,
     backends: Backends | None = None,
 ) -> list[dict[str, str]]:
-    """Cancel what has not ended and return `id`, `job_id` and `outcome` of each.
+    """Cancel runs that have not ended and return `id`, `job_id` and `outcome` of each run.
 
-    A run that is being submitted is waited for, some seconds, with a `notice`; if it still has no
-    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`. The same holds for a run
-    of another cluster and for one whose job the scheduler does not know: the id may be another
+    Wait a few seconds for a run that is being submitted, with a `notice`. If it still has no job,
+    it is not cancelled, and its outcome begins with `NOT_CANCELLED`. So does the outcome of a run
+    of another cluster, and of a run whose job the scheduler does not know: the id may be another
     job's.
 
     Raises:
-        SchedulerUnavailable: the scheduler gives no answer.
-        RecordError: a record cannot be read; the others are cancelled all the same.
+        SchedulerUnavailable: the scheduler does not answer.
+        RecordError: a record cannot be read; the others are still cancelled.
     """
     backends = backends or backends_of(store)
     outcomes: dict[str, dict[str, str]] = {}

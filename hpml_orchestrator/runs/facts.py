@@ -20,7 +20,7 @@ from hpml_orchestrator.diagnosis.model import (
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.records.units import MIB
-from hpml_orchestrator.runs.life import silence_of
+from hpml_orchestrator.runs.history import silence_of
 from hpml_orchestrator.runs.reporting.description import describe, times_of
 from hpml_orchestrator.runs.reporting.monitor import Monitored, MonitoredGpu, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
@@ -56,6 +56,7 @@ def gather(
     prometheus: Prometheus | None = None,
     peaks: Peaks | None = None,
     summary: Summary | None = None,
+    silence: str | None = None,
     now: float | None = None,
 ) -> Facts:
     """Return the facts about a run's last attempt; before its start only what it requested.
@@ -65,6 +66,7 @@ def gather(
         prometheus: asked for what the record lacks.
         peaks: what the nodes can do.
         summary: of its last attempt, if it was read already.
+        silence: how long a running job has reported nothing, in words, if already known.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -76,7 +78,8 @@ def gather(
         attempt = state.run.newest()
         if attempt is not None and (found := damage_of(state, [attempt])):
             raise damage_error(state, found)
-        facts = replace(_facts(state, summary, now), peaks=peaks)
+        silence = silence_of(state, now)[1] if silence is None else silence
+        facts = replace(_facts(state, summary, now), peaks=peaks, silence=silence)
         # The run's own record wins: it covers exactly the attempt, while Prometheus samples every
         # few seconds and may have gaps.
         if prometheus is None or facts.nodes or attempt is None or not facts.elapsed_seconds:
@@ -144,7 +147,6 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         gradient_buckets=int(averaged.get("gradient_buckets", 0)) or None,
         accuracy=_accuracy(summary),
         formulas=_formulas(summary),
-        silence=silence_of(state, now)[1],
         values=described.values,
         code=_code(described.code),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import BindingError, HpmlError, JobFailedError, RecordError
 from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
-from hpml_orchestrator.runs.life import next_step, read_life
+from hpml_orchestrator.runs.history import next_step, read_history
 from hpml_orchestrator.runs.reporting.summary import binding_of
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import state_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 _LOST_ANSWERS = 3
 _WATCHED_TASKS = 16
-_LOOK_SECONDS = {"local": 0.2, "slurm": 1.0}
+_POLL_SECONDS = {"local": 0.2, "slurm": 1.0}
 _LOCAL_END_SECONDS = 0.5
 
 
@@ -72,7 +72,7 @@ def wait_until_over(
         deadline = now() + pause
         while now() < deadline:
             each(state)
-            sleep(min(_LOOK_SECONDS[state.backend], max(0.0, deadline - now())))
+            sleep(min(_POLL_SECONDS[state.backend], max(0.0, deadline - now())))
             # The script's last act is its own record, a moment before the scheduler notices the
             # end. Query at once and often again instead of sitting out a pause of up to 30 s.
             if not end_seen and _ends_recorded(watched):
@@ -103,7 +103,7 @@ class Tail:
         self._position = position
 
     def read(self) -> bytes:
-        """Return what is new, at most 1 MiB; empty when there is nothing."""
+        """Return the new bytes, at most 1 MiB; empty if there are none."""
         try:
             with self._path.open("rb") as stream:
                 stream.seek(self._position)
@@ -116,7 +116,7 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return everything new, and what follows shortly after: the last lines may be late."""
+        """Return all new bytes, and those that follow shortly after: the last lines may be late."""
         parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])
@@ -142,7 +142,7 @@ def read_output(run: Run, lines: int = 0) -> str:
 
     Args:
         run: whose output.
-        lines: only that many lines at the end; 0: all.
+        lines: only this many lines at the end; 0 for all.
 
     Raises:
         RecordError: its output may not be read.
@@ -176,7 +176,7 @@ def refuse_failed(state: State) -> None:
     with_output = [one for one in failed if os.path.exists(one.run.output)]
     hints = [f"hpml logs {one.submission.label}" for one in with_output[:1]]
     with contextlib.suppress(HpmlError):  # another user's record
-        hints += filter(None, [next_step(failed[0], read_life(failed[0]))])
+        hints += filter(None, [next_step(failed[0], read_history(failed[0]))])
     raise JobFailedError(message, hint="; ".join(hints), run=label)
 
 

@@ -11,7 +11,7 @@ from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError, NotFoundError
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.life import seconds_left
+from hpml_orchestrator.runs.history import seconds_left
 from hpml_orchestrator.runs.prometheus import PrometheusError
 from hpml_orchestrator.runs.reporting.monitor import recorded_figures
 from hpml_orchestrator.runs.state import cluster_job, job_dashboard

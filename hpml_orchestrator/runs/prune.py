@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.files import names_in, read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
-from hpml_orchestrator.records.run import Run, owner_name
+from hpml_orchestrator.records.run import Run, is_own, owner_name
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
@@ -140,13 +140,6 @@ def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
                 run = os.path.relpath(own.directory, store.runs_dir).partition(os.sep)[0]
                 used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
     return {sid: used[sid] for sid in chosen if sid in used}
-
-
-def is_own(path: Path) -> bool:
-    """Whether a file or directory is there and belongs to the caller."""
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.getuid()
-    return False
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:

@@ -1,22 +1,23 @@
-"""Choose runs by name, age, state and sweep."""
+"""Choose runs by name, age, state and sweep, and those that a job has to wait for."""
 
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import replace
+import socket
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean
+from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, did_you_mean
 from hpml_orchestrator.records.ids import MAX_NAME_CHARS, stamp, stamp_of
+from hpml_orchestrator.records.run import is_own
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.prune import is_own
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
+    from hpml_orchestrator.records.schema import WaitedRun
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
@@ -60,7 +61,7 @@ def parse_states(text: str, *, field: str) -> set[str]:
 
 
 def run_name(submission: Submission) -> str:
-    """Return the name that a run's id begins with, in full if the id has only its beginning."""
+    """Return a run's name, also if its id has only the beginning of the name."""
     shown = submission.sid.rsplit("-", 3)[0]
     if len(shown) < MAX_NAME_CHARS:
         return shown
@@ -98,11 +99,11 @@ def select(
     Args:
         store: where records live.
         name: a name, or a pattern such as `digits-*`.
-        since: only those that were submitted since then, seconds since the epoch.
+        since: only runs submitted since then, seconds since the epoch.
         sweep: only the runs of the sweep with this id.
-        in_states: only those that are in one of these states; any when empty.
-        limit: at most so many; all when left out.
-        backends: the schedulers; the real ones when left out.
+        in_states: only runs in one of these states; any state if empty.
+        limit: at most this many; all by default.
+        backends: the schedulers; the real ones by default.
     """
     chosen = (
         submission
@@ -154,7 +155,7 @@ def one_run(
     if submission.index is not None or not submission.is_array():
         return submission
     if len(tasks) == 1:
-        return replace(submission, index=tasks[0][0])
+        return submission.at(tasks[0][0])
     names = [f"{submission.sid}.{index}" for index, _ in tasks]
     raise InputError(
         f"is a job array of {len(tasks)} tasks, each with its own {has}",
@@ -162,3 +163,68 @@ def one_run(
         value=submission.sid,
         hint=f"{choose}: {first_few(names, _NAMED_TASKS)}",
     )
+
+
+# `after`: the runs that a job still has to wait for when it is submitted.
+
+_WANTED = {"ok": "completed", "notok": "failed"}
+
+
+def pending_dependencies(
+    store: Store, dependencies: Sequence[str], *, backend: str, backends: Backends | None = None
+) -> list[WaitedRun]:
+    """Return `run`, `end` and `job_id` of each run that has not ended yet.
+
+    A run that is over is judged here by its record, because Slurm treats a dependency on a job that
+    it has forgotten as fulfilled.
+
+    Args:
+        store: where records live.
+        dependencies: `RUN`, or one after `ok:`, `any:` or `notok:`.
+        backend: name of the scheduler that the job is for.
+        backends: the schedulers; the real ones by default.
+
+    Raises:
+        InputError: the run does not exist, belongs to another scheduler, has no job, or did not end
+            as required.
+    """
+    runs = [_resolve(store, dependency, backend) for dependency in dependencies]
+    waiting: list[WaitedRun] = []
+    for dependency, state in zip(dependencies, states(store, runs, backends=backends), strict=True):
+        end = dependency.rpartition(":")[0] or "ok"
+        label = state.submission.label
+        if state.elsewhere:
+            raise _wrong_dependency(dependency, f"{label} is {state.reason}")
+        if state.state == UNREADABLE or not state.job_id:
+            raise _wrong_dependency(dependency, f"{label} has no job to wait for: {state.reason}")
+        if state.unfinished:
+            waiting.append({"run": label, "end": end, "job_id": state.job_id})
+            continue
+        # Slurm would not refuse it: `afterok` on a job that it has forgotten starts at once,
+        # whichever way that job ended.
+        as_wanted = state.over and (state.state == "COMPLETED") == (end == "ok")
+        if end != "any" and not as_wanted:
+            how = f"ended {state.state}" if state.over else "ended in an unknown way"
+            wanted = f"the job should start only after it {_WANTED[end]}"
+            raise _wrong_dependency(dependency, f"{label} {how}, and {wanted}")
+    return waiting
+
+
+def _resolve(store: Store, dependency: str, backend: str) -> Submission:
+    try:
+        submission = store.resolve(dependency.rpartition(":")[2])
+        record = submission.record()
+    except (InputError, NotFoundError) as error:
+        raise _wrong_dependency(dependency, str(error), error.hint) from error
+    other = str(record["backend"])
+    if other == "local" and record["host"] != socket.gethostname():
+        other = f"local backend of {record['host']}"
+    if other != backend:
+        message = f"{submission.label} is a run of the {other}, this job is for {backend}"
+        raise _wrong_dependency(dependency, message)
+    return submission
+
+
+def _wrong_dependency(dependency: str, message: str, hint: str = "") -> InputError:
+    hint = hint or "`hpml list` shows the runs"
+    return InputError(message, field="after", value=dependency, hint=hint)

@@ -8,12 +8,13 @@ forgets them long before the last one ends.
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -25,19 +26,20 @@ from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.records.texts import clock_text
-from hpml_orchestrator.scheduler.model import JobState, parse_state
-from hpml_orchestrator.site.profile import find_profiles
+from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpml_orchestrator.records.damage import Damage
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import SubmitRecord
+    from hpml_orchestrator.records.schema import EndRecord, SubmitRecord
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.site.model import Site
 
 _FINAL, _ENDS = "final.json", "ends.json"
+_RECORDED_TEXTS = ("job_id", "state", "raw_state", "reason", "nodes")
+_RECORDED_NUMBERS = ("started", "ended", "exit_code", "attempts")
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
 # An array that has ended has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
@@ -50,49 +52,9 @@ _COUNTED_AS = {
     "TIMEOUT": "over their time limit",
     "OUT_OF_MEMORY": "out of memory",
 }
+_REQUEUE_SECONDS = 180.0
+_NEXT_JOB_SECONDS = 120.0
 _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
-
-
-@dataclass(frozen=True)
-class _End:
-    """The recorded last state of a submission or task; the fields are those of `State`."""
-
-    job_id: str
-    state: str
-    raw_state: str = ""
-    reason: str = ""
-    nodes: str = ""
-    started: float | None = None
-    ended: float | None = None
-    exit_code: int | None = None
-    attempts: int = 0
-
-    @staticmethod
-    def of(state: State) -> _End:
-        """Return the part of a state that is recorded."""
-        return _End(**{one.name: getattr(state, one.name) for one in fields(_End)})
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> _End:
-        """Return a recorded end.
-
-        Raises:
-            ValueError: a field is missing or has a wrong type.
-        """
-        known = {one.name: record[one.name] for one in fields(_End) if one.name in record}
-        for name, value in known.items():
-            is_text = name in ("job_id", "state", "raw_state", "reason", "nodes")
-            if not (isinstance(value, str) if is_text else value is None or is_number(value)):
-                raise ValueError(f"{name} is {value!r}")
-        return _End(**known)
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """A record of ends: that of a submission, and those of the tasks of an array by index."""
-
-    whole: _End | None = None
-    tasks: Mapping[int, _End] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,15 +69,15 @@ class State:
     backend: str
     job_id: str  # the scheduler's; empty while it is not known
     state: str  # a scheduler's, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`
-    cluster: str = ""  # that it was submitted to; empty for this machine, or if it is not known
-    reason: str = ""  # why, in a few words; of an array how many tasks are in which state
+    cluster: str = ""  # it was submitted to this one; empty for this machine, or if unknown
+    reason: str = ""  # why, in a few words; for an array, the number of tasks in each state
     nodes: str = ""  # node list
     created: float = 0.0
     started: float | None = None
     ended: float | None = None
-    limit_at: float | None = None  # when the scheduler ends it; None if it does not say so
-    expected_start: float | None = None  # while it waits, as far as the scheduler has planned it
-    exit_code: int | None = None  # of the script; of an array its worst task's
+    limit_at: float | None = None  # when the scheduler ends it; None if unknown
+    expected_start: float | None = None  # of a waiting job, if the scheduler has planned it
+    exit_code: int | None = None  # of the script; for an array, of its worst task
     attempts: int = 0  # number of starts
     over: bool = False  # whether nothing more will happen by itself
     # Whether the scheduler answers but no longer knows the job, and the job did not record its end:
@@ -127,7 +89,7 @@ class State:
     # Whether its continuation failed: it is over until a user requeues it.
     interrupted: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
-    tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
+    tasks: tuple[State, ...] = ()  # of an array: one state per task, by index
 
     @staticmethod
     def of(submission: Submission, record: SubmitRecord) -> State:
@@ -144,7 +106,7 @@ class State:
 
     @property
     def run(self) -> Run:
-        """Its run; of an array as a whole a directory that does not exist."""
+        """Its run; for a whole array, a directory that does not exist."""
         return run_of(self.submission)
 
     @property
@@ -203,22 +165,22 @@ def run_of(submission: Submission) -> Run:
     return Run(submission.directory.parents[1] / "runs" / submission.label)
 
 
-def keep_ends(state: State) -> None:
+def record_ends(state: State) -> None:
     """Record the end of a submission, or of those tasks of an array that have ended."""
     directory = state.submission.directory
     # An interrupted task ends only until somebody requeues it. Recording that as its end would hide
     # the continuation.
-    kept = [task for task in state.tasks if task.over and not task.interrupted]
-    over = {str(task.submission.index): asdict(_End.of(task)) for task in kept}
-    tasks = {"tasks": over} if over else {}
+    ended = [task for task in state.tasks if task.over and not task.interrupted]
+    tasks = {"tasks": {str(task.submission.index): _end_of(task) for task in ended}}
+    tasks = tasks if ended else {}
     # Another user's records, or a full disk: the scheduler is queried again next time.
     with contextlib.suppress(RecordError, OSError):
-        if not state.over or len(kept) < len(state.tasks):
+        if not state.over or len(ended) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
             return
         # First the new file, then the removal: a crash in between leaves both, and `final.json`
         # wins.
-        write_json(directory / _FINAL, {**asdict(_End.of(state)), **tasks})
+        write_json(directory / _FINAL, {**_end_of(state), **tasks})
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
     with contextlib.suppress(HpmlError):
@@ -244,48 +206,69 @@ def read_final(base: State) -> State | None:
         base: the submission, without a job.
     """
     submission = base.submission
-    ends = _read(submission.directory / _FINAL)
-    final = ends.whole
-    if final is None:
+    final, ends = _read_ends(submission.directory / _FINAL)
+    if not final:
         return None
-    tasks = tuple(_tasks(base, ends, final.job_id).values())
+    tasks = tuple(_ended_tasks(base, ends, final["job_id"]).values())
     # An end belongs to a job, not to a run. A continuation has another job id, which makes the
     # recorded end stale even if `reopen` did not run.
-    newest = (submission.job() or {}).get("job_id", final.job_id)
-    if str(newest) != final.job_id or len(tasks) < len(ends.tasks):
+    newest = (submission.job() or {}).get("job_id", final["job_id"])
+    if str(newest) != final["job_id"] or len(tasks) < len(ends):
         return None  # it continues: that was the end of an earlier job
-    return replace(base, over=True, tasks=tasks, **vars(final))
+    return replace(base, over=True, tasks=tasks, **final)
 
 
-def read_ends(base: State) -> dict[int | None, State]:
+def read_ended_tasks(base: State) -> dict[int | None, State]:
     """Return the tasks of an unfinished array that are recorded as ended, by index.
 
     Args:
         base: the array, with its job.
     """
-    directory = base.submission.directory
-    ends = _read(directory / _ENDS)
-    return _tasks(base, ends if ends.tasks else _read(directory / _FINAL), base.job_id)
+    for name in (_ENDS, _FINAL):
+        _, ends = _read_ends(base.submission.directory / name)
+        if ends:
+            return _ended_tasks(base, ends, base.job_id)
+    return {}
 
 
-def _read(path: Path) -> _Ends:
+def _end_of(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in (*_RECORDED_TEXTS, *_RECORDED_NUMBERS)}
+
+
+def _read_ends(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Return the recorded end of a submission, and those of its tasks; empty if damaged."""
     try:
         record = read_json(path)
-        tasks = {int(index): _End.read(end) for index, end in record.get("tasks", {}).items()}
-        return _Ends(_End.read(record) if path.name == _FINAL else None, tasks)
-    except (NotFoundError, RecordError, AttributeError, TypeError, ValueError):
-        return _Ends()
+        tasks = {int(index): _checked_end(end) for index, end in record.get("tasks", {}).items()}
+        return _checked_end(record) if path.name == _FINAL else {}, tasks
+    except (NotFoundError, RecordError, AttributeError, KeyError, TypeError, ValueError):
+        return {}, {}
 
 
-def _tasks(base: State, ends: _Ends, job_id: str) -> dict[int | None, State]:
+def _checked_end(record: Mapping[str, Any]) -> dict[str, Any]:
+    end: dict[str, Any] = {"job_id": record["job_id"], "state": record["state"]}
+    end |= {name: record.get(name, "") for name in _RECORDED_TEXTS if name not in end}
+    end |= {name: record.get(name) for name in _RECORDED_NUMBERS}
+    end["attempts"] = record.get("attempts", 0)
+    for name, value in end.items():
+        right = (
+            isinstance(value, str) if name in _RECORDED_TEXTS else value is None or is_number(value)
+        )
+        if not right:
+            raise ValueError(f"{name} is {value!r}")
+    return end
+
+
+def _ended_tasks(
+    base: State, ends: Mapping[int, dict[str, Any]], job_id: str
+) -> dict[int | None, State]:
     submission = base.submission
-    continued = submission.continued() if ends.tasks else {}
-    tasks: dict[int | None, State] = {}
-    for index, end in sorted(ends.tasks.items()):
-        if end.job_id == continued.get(index, f"{job_id}_{index}"):
-            task = replace(submission, index=index)
-            tasks[index] = replace(base, submission=task, over=True, **vars(end))
-    return tasks
+    continued = submission.continued() if ends else {}
+    return {
+        index: replace(base, submission=submission.at(index), over=True, **end)
+        for index, end in sorted(ends.items())
+        if end["job_id"] == continued.get(index, f"{job_id}_{index}")
+    }
 
 
 def array_state(whole: State, tasks: Sequence[State]) -> State:
@@ -334,8 +317,8 @@ def _unfinished(tasks: Sequence[State]) -> str:
 
 
 def _counted_as(task: State) -> str:
-    # A task that may be requeued shows the state that it passes through, such as PREEMPTED, and yet
-    # it waits.
+    # A task that may be requeued waits, although it shows the state that it passes through, such as
+    # PREEMPTED.
     if not task.over and task.state in _WORST_FIRST:
         return "waiting"
     return _COUNTED_AS.get(task.state, task.state.lower().replace("_", " "))
@@ -351,6 +334,122 @@ def _counts(tasks: Sequence[State], state: str) -> str:
         why = next((task.reason for task in tasks if not task.over and task.reason), "")
         return f"{text}: {why}" if why else text
     return text
+
+
+# The state of a run: what its scheduler says about its job, and what its own records say.
+
+
+class Silence(enum.Enum):
+    """Why a scheduler has no status for a job."""
+
+    NO_ANSWER = "it does not answer"
+    NOT_YET = "the scheduler does not know it (yet)"
+    FORGOTTEN = "the scheduler has forgotten it, and the job did not record its end"
+
+
+class Cause(enum.Enum):
+    """What decided about the state of a run."""
+
+    SCHEDULER = "the scheduler's status"
+    RECORD = "the job's own record"
+    SILENCE = "the scheduler has no status"
+    MAY_REQUEUE = "it may be requeued"
+    CONTINUES = "it continues in another job"
+    INTERRUPTED = "interrupted before it could continue"
+
+
+@dataclass(frozen=True)
+class OwnRecords:
+    """What is recorded about the newest attempt of a run."""
+
+    end: EndRecord | None = None  # by its script, else by hpml for a script that was killed
+    next_call: float | None = None  # of sbatch for the next job, if that job is not on record
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether another job was announced, or sbatch called for one that is not on record."""
+        return self.next_call is not None or bool(self.end and self.end.get("goes_on"))
+
+    @property
+    def followed_since(self) -> float:
+        """When the next job was announced or asked for, seconds since the epoch."""
+        return max(float(self.end["time"]) if self.end else 0.0, self.next_call or 0.0)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The state of a run, and of the newest job that it has."""
+
+    state: str
+    cause: Cause
+    job: JobStatus | None = None  # its status, by the scheduler or else by its own record
+    over: bool = False
+    lost: bool = False
+    interrupted: bool = False
+    job_over: bool = False  # whether the job itself has ended, and will not be requeued
+
+
+def settle(
+    status: JobStatus | Silence, own: OwnRecords, *, job_id: str, requeues: bool, now: float
+) -> Settled:
+    """Return the state of a run.
+
+    The scheduler decides whether a job has ended: it kills jobs before they can record anything,
+    and a script that has recorded its end may still hold its nodes. The job's own record decides
+    only if the scheduler has forgotten the job, as Slurm does after MinJobAge without accounting.
+
+    Args:
+        status: what the scheduler says about the newest job.
+        own: what the newest attempt recorded.
+        job_id: of the newest job.
+        requeues: whether the scheduler requeues jobs by itself.
+        now: seconds since the epoch.
+    """
+    cause = Cause.SCHEDULER
+    match status, own.end:
+        case Silence.NO_ANSWER, _:
+            return Settled(JobState.UNKNOWN.value, Cause.SILENCE)
+        case ((Silence() | JobStatus(state=JobState.UNKNOWN)), end) if end is not None:
+            job, cause = _recorded_status(job_id, end), Cause.RECORD
+        case Silence(), _:
+            lost = status is Silence.FORGOTTEN
+            return Settled(JobState.UNKNOWN.value, Cause.SILENCE, lost=lost)
+        case JobStatus() as job, _:
+            pass
+    state = job.state
+    # A preempted job, and one whose node failed, passes through that state on its way back into
+    # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
+    # waits with Slurm's default credentials, that was its end.
+    recent = job.ended is None or now - job.ended < _REQUEUE_SECONDS
+    may_requeue = requeues and state in BEFORE_REQUEUE and recent and job.may_requeue
+    ended = partial(Settled, job=job, job_over=not may_requeue)
+    # The script that announced a continuation may have been killed before it could call sbatch. Two
+    # minutes are the grace period in which a job may still appear.
+    may_follow = now - own.followed_since < _NEXT_JOB_SECONDS
+    match state:
+        case _ if not state.over:
+            return Settled(state.value, cause, job, lost=cause is Cause.RECORD)
+        case JobState.CANCELLED:
+            return ended(state.value, cause, over=True)
+        case _ if own.is_followed and may_follow:
+            return ended("SUBMITTING", Cause.CONTINUES)
+        case _ if own.is_followed:
+            shown = "FAILED" if state is JobState.COMPLETED else state.value
+            return ended(shown, Cause.INTERRUPTED, over=True, interrupted=True)
+        case _ if may_requeue:
+            return ended(state.value, Cause.MAY_REQUEUE)
+        case _:
+            return ended(state.value, cause, over=True)
+
+
+def _recorded_status(job_id: str, end: EndRecord) -> JobStatus:
+    """Return the status that a job's own record of its end stands for."""
+    code, goes_on = int(end["exit_code"]), end.get("goes_on")
+    state = parse_state(str(end.get("state") or ""))
+    if not end.get("state") or (goes_on and not state.over):
+        state = JobState.FAILED if code or goes_on else JobState.COMPLETED
+    reason, ended = str(end.get("reason", "")), float(end["time"])
+    return JobStatus(job_id, state, reason=reason, exit_code=code, ended=ended)
 
 
 # The address of a run's Job dashboard, in the Grafana or viewer that the site profile names.
@@ -375,7 +474,7 @@ def job_dashboard(state: State, *, chosen: str = "") -> str | None:
     """Return the address of a run's Job dashboard, over the time that its last attempt ran.
 
     None before the run has started, for an array as a whole, and without an address in the site
-    profile. The profile is the one that is chosen, else those of the run's submission.
+    profile. The profile is the chosen one, else those of the run's submission.
 
     Args:
         state: of the run.
@@ -397,6 +496,8 @@ def state_json(state: State, *, chosen: str = "") -> dict[str, object]:
 def _site_of(state: State, chosen: str) -> Site | None:
     try:
         if chosen:
+            from hpml_orchestrator.site.profile import find_profiles  # noqa: PLC0415 - few have one
+
             return _site(tuple(map(str, find_profiles(None, {}, chosen=chosen))))
         return _site(tuple(state.submission.record().get("site", ())))
     except HpmlError:  # `hpml check` reports what is wrong with a profile

@@ -16,22 +16,25 @@ from hpml_orchestrator.records.texts import ENDING_WORDS, memory_fault, signal_n
 from hpml_orchestrator.records.units import ALL_MEMORY
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.state import (
+    Cause,
+    OwnRecords,
+    Settled,
+    Silence,
     State,
     array_state,
-    keep_ends,
-    read_ends,
+    read_ended_tasks,
     read_final,
+    record_ends,
     run_of,
+    settle,
 )
-from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
-from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
-from hpml_orchestrator.scheduler.slurm.messages import Absent, Found, explain
+from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from hpml_orchestrator.records.run import Attempt
-    from hpml_orchestrator.records.schema import EndRecord, SubmitRecord
+    from hpml_orchestrator.records.schema import EndRecord
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.runs.backend import Backends
@@ -93,9 +96,6 @@ def record_end(attempt: Attempt, end: EndRecord | None) -> None:
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
-_REQUEUE_SECONDS = 180.0
-_NEXT_JOB_SECONDS = 120.0
-_OWN_RECORD = "(the job's own record)"
 
 
 def states(
@@ -107,7 +107,7 @@ def states(
 ) -> list[State]:
     """Return the state of each submission or task, in the order given.
 
-    The record of a submission has its end; each scheduler is queried once for all the others. The
+    Recorded ends are read first; each scheduler is queried once for all other submissions. The
     state of a submission of another cluster is UNKNOWN: its job id means another job here.
     """
     backends = backends or backends_of(store)
@@ -123,15 +123,15 @@ def states(
 
     known: dict[str, State] = {}
     unfinished: dict[tuple[str, str], list[_UnfinishedRun]] = {}
-    for submission in dict.fromkeys(replace(submission, index=None) for submission in wanted):
+    for submission in dict.fromkeys(submission.at(None) for submission in wanted):
         try:
             record = submission.record()
             name = str(record["backend"])
             scheduler = name, str(record["host"]) if name == "local" else ""
             base = State.of(submission, record)
             state = (
-                # From the cheapest source to the dearest. The cluster comes before anything that
-                # asks about a job id, because the same id is another job elsewhere.
+                # The cheapest source comes first. The cluster comes before any query about a job
+                # id, because the same id is another job elsewhere.
                 read_final(base)
                 or _elsewhere(base, scheduler, backends, query_error_of)
                 or _without_job(store, base, partial(backends, *scheduler), now())
@@ -211,6 +211,12 @@ def _without_job(
     submission = base.submission
     if submission.job() is not None:
         return None
+    from hpml_orchestrator.runs.submit import (  # noqa: PLC0415 - few runs have no job
+        determine_outcome,
+        known_absent,
+    )
+    from hpml_orchestrator.scheduler.slurm.messages import Absent, Found  # noqa: PLC0415 - as above
+
     refused = submission.refused()
     outcome: Outcome
     if refused is not None:
@@ -239,6 +245,8 @@ def _find_next(
     start = newest.newest_start() if newest is not None else None
     if newest is None or start is None or (newest.next and newest.next["time"] >= start.time):
         return
+    from hpml_orchestrator.runs.submit import next_outcome  # noqa: PLC0415 - few runs continue
+
     with contextlib.suppress(RecordError):  # another user's
         next_outcome(store, submission, newest, scheduler(), known=submission.job_ids(), now=now)
 
@@ -248,7 +256,6 @@ class _UnfinishedRun:
     """A submission that has a job and is not known to be over."""
 
     base: State  # with its job
-    record: Callable[[], SubmitRecord]  # read once for all tasks, and only if it is needed
     job_ids: dict[int | None, str]  # by the index of an array's task; of a single job by None
     ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
@@ -257,14 +264,14 @@ class _UnfinishedRun:
         """Read what its own records say."""
         submission = base.submission
         job_id = str((submission.job() or {})["job_id"])
-        base, record = replace(base, job_id=job_id), cache(submission.record)
+        base = replace(base, job_id=job_id)
         if not submission.is_array():
-            return _UnfinishedRun(base, record, {None: job_id}, {})
+            return _UnfinishedRun(base, {None: job_id}, {})
         continued = submission.continued()
         job_ids: dict[int | None, str] = {
             index: continued.get(index, f"{job_id}_{index}") for index, _ in submission.runs()
         }
-        return _UnfinishedRun(base, record, job_ids, read_ends(base))
+        return _UnfinishedRun(base, job_ids, read_ended_tasks(base))
 
     @property
     def job_ids_to_query(self) -> list[str]:
@@ -292,146 +299,168 @@ class _UnfinishedRun:
         }
         answer = {job_id: status for job_id, status in answer.items() if job_id not in others}
         any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
-        merge = partial(_merge_status, query_error=query_error, now=now, starts=starts)
         states = []
         for index, job_id in self.job_ids.items():
             if index in self.ends:
                 states.append(self.ends[index])
                 continue
-            status, run = answer.get(job_id), replace(self.base.submission, index=index)
-            if status is None and any_known and not query_error and not run_of(run).attempts():
+            run = self.base.submission.at(index)
+            status: JobStatus | Silence | None = answer.get(job_id)
+            if query_error:
+                status = Silence.NO_ANSWER
+            elif status is None and any_known and not run_of(run).attempts():
                 # Slurm keeps no record of a task that is cancelled while its array waits. As the
                 # other tasks are known, this one has not merely been forgotten with all of them.
                 status = JobStatus(job_id, JobState.CANCELLED)
+            elif status is None:
+                # Right after sbatch the job may not be visible yet, so a young job is not lost. A
+                # job with our id in another directory is: the controller has given the id away.
+                age = now - (run.started_at() or now)
+                is_lost = job_id in others or age >= _FORGOTTEN_SECONDS
+                status = Silence.FORGOTTEN if is_lost else Silence.NOT_YET
             base = replace(self.base, submission=run, job_id=job_id)
-            states.append(merge(base, self.record, status, other=job_id in others))
+            state = _state_of_job(base, status, now, starts)
+            if query_error:
+                state = replace(state, reason=query_error)
+            states.append(state)
         state = states[0]
         if None not in self.job_ids:
             state = array_state(self.base, states)
         ended = sum(task.over and not task.interrupted for task in state.tasks)
         if (state.over and not state.interrupted) or ended > len(self.ends):
-            keep_ends(state)
+            record_ends(state)
         return state
 
 
-def _merge_status(
+def _state_of_job(
     base: State,
-    record: Callable[[], SubmitRecord],
-    status: JobStatus | None,
-    *,
-    query_error: str,
-    other: bool,
+    status: JobStatus | Silence,
     now: float,
     starts: Callable[[str], list[JobStatus]],
 ) -> State:
-    """Combine the scheduler's status of one job with the records of the job."""
-    submission, job_id = base.submission, base.job_id
+    """Combine what the scheduler says about one job with the records of its run."""
+    submission, job_id, is_slurm = base.submission, base.job_id, base.backend == "slurm"
+    known = status if isinstance(status, JobStatus) else None
+    is_waiting = known is not None and known.state.waiting
     # A waiting task has no records yet. Looking for them would cost ten thousand directory reads.
-    waits = submission.index is not None and status is not None and status.state.waiting
-    attempts = [] if waits and status and not status.restarts else run_of(submission).attempts()
-    own = attempts[-1] if attempts else None
-    end = own.ended if own is not None else None
-    lost = False
-    record_lost_ends(attempts if status and status.state.waiting else attempts[:-1], starts)
-    by_script = end
-    # The scheduler decides whether the job has ended: it kills jobs before they can record
-    # anything, and a script that has recorded its end may still hold its nodes. The job's own
-    # record decides only if the scheduler has forgotten the job, as Slurm does after MinJobAge
-    # without accounting.
-    if status is None or (status.state is JobState.UNKNOWN and end is not None):
-        if own is not None and not query_error:
-            own.check_readable()
-        status, lost = _own_status(submission, job_id, end, query_error, now, other=other)
-    elif own is not None and end is None and base.backend == "slurm":
-        end = lost_end(own, status)
-    if not status.state.over:
+    is_unstarted = submission.index is not None and is_waiting and not (known and known.restarts)
+    attempts = [] if is_unstarted else run_of(submission).attempts()
+    newest = attempts[-1] if attempts else None
+    by_script = newest.ended if newest is not None else None
+    record_lost_ends(attempts if is_waiting else attempts[:-1], starts)
+    end = by_script
+    is_silent = known is None or (known.state is JobState.UNKNOWN and end is not None)
+    if newest is not None and is_silent and status is not Silence.NO_ANSWER:
+        newest.check_readable()
+    elif newest is not None and known is not None and end is None and is_slurm:
+        end = lost_end(newest, known)
+    may_be_over = known is None or known.state.over or end is not None
+    own = OwnRecords(end, _unanswered_call(newest) if may_be_over else None)
+    settled = settle(status, own, job_id=job_id, requeues=is_slurm, now=now)
+    job = settled.job or JobStatus(job_id, JobState.UNKNOWN)
+    if not job.state.over:
         end = by_script = None
-    exit_code = exit_status(status)
+    if newest is not None and settled.job_over and by_script is None:
+        record_end(newest, end)
+    # A job that waits again has left its nodes, and the start of its last attempt.
+    begun = newest.started if newest is not None and not job.state.waiting else None
+    ended = job.ended or (float(end["time"]) if end else None)
+    return replace(
+        base,
+        job_id="" if settled.cause is Cause.CONTINUES else job_id,
+        state=settled.state,
+        over=settled.over,
+        lost=settled.lost,
+        interrupted=settled.interrupted,
+        reason=_words(base, settled, status, newest, end),
+        nodes=job.nodes or (str(begun.data.get("nodes", "")) if begun is not None else ""),
+        started=job.started or (begun.time if begun is not None else None),
+        ended=newest.last_written if settled.lost and newest is not None else ended,
+        limit_at=job.limit_at,
+        expected_start=job.expected_start,
+        exit_code=_exit_code(job, by_script, newest),
+        attempts=len(attempts),
+        raw_state=job.raw_state if settled.over else "",
+    )
+
+
+def _unanswered_call(newest: Attempt | None) -> float | None:
+    call = newest.newest_start() if newest is not None else None
+    return call.time if call is not None and newest is not None and newest.next is None else None
+
+
+def _exit_code(job: JobStatus, by_script: EndRecord | None, newest: Attempt | None) -> int | None:
+    code = exit_status(job)
+    if job.state is JobState.CANCELLED and job.started is None and newest is None:
+        return None
     # Slurm's exit code may be missing, and is 0 after a signal (`0:15`). The one that the script
     # recorded counts then.
-    if by_script is not None and (not exit_code or status.state is JobState.FAILED):
-        exit_code = int(by_script["exit_code"])
-    if status.state is JobState.CANCELLED and status.started is None and own is None:
-        exit_code = None
-    over = status.state.over
-    reason = _exceeded(base, status, end, record) or _unseen(base, status, own)
-    reason = reason or _reason(status, own, end, record)
-    # A preempted job, and one whose node failed, passes through that state on its way back into
-    # Slurm's queue. If it is not back after a while, longer than the 121 s that a requeued job
-    # waits with Slurm's default credentials, that was its end.
-    recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
-    if base.backend == "slurm" and status.state in BEFORE_REQUEUE and recent and status.may_requeue:
-        over, reason = False, "it may be requeued"
-    base = replace(base, state=status.state.value, over=over, reason=reason)
-    if own is not None and over and by_script is None:
-        record_end(own, end)
-    if own is not None and status.state.over and status.state is not JobState.CANCELLED:
-        base = _between(base, own, status.state, now)
-    # A job that waits again has left its nodes, and the start of its last attempt.
-    begun = own.started if own is not None and not status.state.waiting else None
-    ended = status.ended or (float(end["time"]) if end else None)
-    return replace(
-        base,
-        nodes=status.nodes or (str(begun.data.get("nodes", "")) if begun is not None else ""),
-        started=status.started or (begun.time if begun is not None else None),
-        ended=own.last_written if lost and own is not None else ended,
-        limit_at=status.limit_at,
-        expected_start=status.expected_start,
-        exit_code=exit_code,
-        attempts=len(attempts),
-        lost=lost,
-        raw_state=status.raw_state if base.over else "",
-    )
+    if by_script is not None and (not code or job.state is JobState.FAILED):
+        return int(by_script["exit_code"])
+    return code
 
 
-def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
-    """Return the state of a run between two jobs: one has ended, and the next follows."""
-    start = own.newest_start()
-    if not own.goes_on and (start is None or own.next is not None):
-        return base
-    # The script that announced a continuation may have been killed before it could call sbatch. Two
-    # minutes are the grace period in which a job may still appear.
-    since = max(float((own.ended or {}).get("time", 0.0)), start.time if start else 0.0)
-    if now - since < _NEXT_JOB_SECONDS:
-        reason = "it continues in another job"
-        return replace(base, job_id="", state="SUBMITTING", over=False, reason=reason)
-    rid = own.directory.parents[1].name
-    return replace(
-        base,
-        state="FAILED" if state is JobState.COMPLETED else state.value,
-        over=True,
-        interrupted=True,
-        reason=f"interrupted before it could continue: `hpml requeue {rid}`",
-    )
+def _words(
+    base: State,
+    settled: Settled,
+    status: JobStatus | Silence,
+    newest: Attempt | None,
+    end: EndRecord | None,
+) -> str:
+    """Return why a run is in its state, in a few words; may be empty."""
+    match settled:
+        case Settled(cause=Cause.INTERRUPTED):
+            rid = base.submission.label
+            return f"{settled.cause.value}: `hpml requeue {rid}`"
+        case Settled(cause=Cause.CONTINUES | Cause.MAY_REQUEUE):
+            return settled.cause.value
+        case Settled(job=JobStatus() as job):
+            by_record = settled.cause is Cause.RECORD
+            if by_record:
+                job = replace(job, reason=f"{job.reason} ({settled.cause.value})")
+            return (
+                _exceeded(base.submission, job, end, by_record=by_record)
+                or _unseen(base, job, newest)
+                or _reason(base.submission, job, newest, end, by_record=by_record)
+            )
+        case _:
+            return status.value if isinstance(status, Silence) else ""
 
 
 def _reason(
+    submission: Submission,
     status: JobStatus,
     own: Attempt | None,
     end: EndRecord | None,
-    record: Callable[[], SubmitRecord],
+    *,
+    by_record: bool,
 ) -> str:
     """Return why a job waits or ended; hpml's own records take precedence over the scheduler's."""
-    if status.reason.startswith("Dependency"):
-        runs = ", ".join(f"{one['run']} ({one['end']})" for one in record().get("after", ()))
+    if status.has_dependency:
+        after = submission.record().get("after", ())
+        runs = ", ".join(f"{one['run']} ({one['end']})" for one in after)
         if runs and status.state.waiting:
             return f"waits for {runs}"
         if runs and status.state is JobState.CANCELLED:
             return f"did not start: it waited for {runs}, which ended otherwise"
     if status.state is JobState.FAILED and own is not None and (why := _failure(own, end)):
         return why
-    if end and status.state in BEFORE_REQUEUE and not status.reason.endswith(_OWN_RECORD):
+    if end and status.state in BEFORE_REQUEUE and not by_record:
         return str(end["reason"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm still prints why it waited
     if status.reason == "NonZeroExitCode" and status.exit_code is not None:
         return f"exit code {status.exit_code}"
     reason = "" if status.reason == "None" else status.reason
-    return explain(reason, status.job_id) if status.state.waiting else reason
+    if not status.state.waiting:
+        return reason
+    from hpml_orchestrator.scheduler.slurm.messages import explain  # noqa: PLC0415 - few wait
+
+    return explain(reason, status.job_id)
 
 
 def _unseen(base: State, status: JobStatus, own: Attempt | None) -> str:
-    """Return why a job failed of which neither start nor output is recorded; else nothing."""
+    """Return why a job failed that recorded neither its start nor output; else an empty text."""
     failed = base.backend == "slurm" and status.state is JobState.FAILED
     if not failed or own is not None or run_of(base.submission).has_output():
         return ""
@@ -454,20 +483,20 @@ def _failure(own: Attempt, end: EndRecord | None) -> str:
 
 
 def _exceeded(
-    base: State, status: JobStatus, end: EndRecord | None, record: Callable[[], SubmitRecord]
+    submission: Submission, status: JobStatus, end: EndRecord | None, *, by_record: bool
 ) -> str:
-    """Return which limit ended a job, what was requested and how to raise it; else nothing."""
+    """Return which limit ended a job, the request and how to raise it; empty if none did."""
     end = end or {}
     known = str(end.get("state") or "")
     state = known if status.state is JobState.FAILED else status.state.value
     if state not in ("TIMEOUT", "OUT_OF_MEMORY"):
         return ""
     words = str(end["reason"]) if known == state else ENDING_WORDS[state]
-    if status.reason.endswith(_OWN_RECORD):
+    if by_record:
         words = status.reason
     if end.get("stays"):  # more time would not help
         return words
-    asked, label = base.submission.requested_job(record()).resources, base.submission.label
+    asked, label = submission.requested_job().resources, submission.label
     if state == "TIMEOUT":
         limit = asked.written("time")
         return f"{words}: {limit} requested; raise it with --set resources.time=…"
@@ -492,37 +521,3 @@ def _binding_error(attempt: Attempt) -> str:
     if not wrong:
         return "ranks are not bound as planned: the job's output names them"
     return wrong[0] + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
-
-
-def _own_status(
-    submission: Submission,
-    job_id: str,
-    end: EndRecord | None,
-    query_error: str,
-    now: float,
-    *,
-    other: bool,
-) -> tuple[JobStatus, bool]:
-    """Return the status of a job that its scheduler does not report, and whether it is lost."""
-    if query_error:
-        return JobStatus(job_id, JobState.UNKNOWN, reason=query_error), False
-    if end is not None:
-        code = int(end["exit_code"])
-        known = parse_state(str(end.get("state") or ""))
-        if not end.get("state") or (end.get("goes_on") and not known.over):
-            known = JobState.FAILED if code or end.get("goes_on") else JobState.COMPLETED
-        status = JobStatus(
-            job_id,
-            known,
-            reason=f"{end.get('reason', '')} {_OWN_RECORD}",
-            exit_code=code,
-            ended=float(end["time"]),
-        )
-        return status, not status.state.over
-    # Right after sbatch the job may not be visible yet, so a young job is not lost. A job with our
-    # id in another directory is: the controller has given the id away.
-    lost = other or now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
-    reason = "the scheduler does not know it (yet)"
-    if lost:
-        reason = "the scheduler has forgotten it, and the job did not record its end"
-    return JobStatus(job_id, JobState.UNKNOWN, reason=reason), lost

@@ -82,7 +82,7 @@ def request_of(submission: Submission, environment: Mapping[str, str]) -> Submit
         environment: of this process.
     """
     record = submission.record()
-    job = submission.requested_job(record)
+    job = submission.requested_job()
     return SubmitRequest(
         directory=submission.directory,
         output=Path(record["output"]),

@@ -125,6 +125,11 @@ class JobStatus:
     directory: str = ""
     may_requeue: bool = True
 
+    @property
+    def has_dependency(self) -> bool:
+        """Whether it waits, or waited, for other jobs."""
+        return self.reason.startswith("Dependency")
+
 
 BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 """States that a job may pass through on its way back into the queue."""

@@ -25,9 +25,9 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.run import PRUNED
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name
 from hpml_orchestrator.runs.prepare import prepare, render_job
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.state import State, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.runs.submit import resume, submit

@@ -20,7 +20,7 @@ from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.jobfile.sweep import MetricPattern
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.facts import ranks_of
-from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.history import RunHistory, read_history
 from hpml_orchestrator.runs.reporting.description import Hours, hours_of, last_result
 from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
@@ -161,11 +161,11 @@ def row_of(
         state: the task's last state.
         metric: see `metric_name`; empty if this run decides it.
     """
-    shared, hours = _shared(replace(state.submission, index=None)), None
+    shared, hours = _shared(state.submission.at(None)), None
     try:
         summary, attempts = summarise(state), state.run.attempts()
         asked = shared.job.resources
-        hours, life = hours_of(state, asked, now=state.ended), read_life(state, summary)
+        hours, life = hours_of(state, asked, now=state.ended), read_history(state, summary)
         placed = _placed(state, attempts[-1], shape) if attempts else _Placed()
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
@@ -260,7 +260,7 @@ def row_of(
     )
 
 
-def _continued(life: Life | None, requeued: Sequence[Requeued]) -> list[Requeued]:
+def _continued(life: RunHistory | None, requeued: Sequence[Requeued]) -> list[Requeued]:
     """Return the earlier starts whose work the last one continues, from a checkpoint.
 
     Starts before an attempt that began from scratch are not among them.
@@ -462,7 +462,7 @@ def _shared(submission: Submission) -> _Shared:
         diff = read_text_or_nothing(submission.directory / "dirty.diff")
         digest = _digest("\n".join([diff, *git["untracked"]]))
         code += f"+dirty-{digest}"
-    job = submission.requested_job(record)
+    job = submission.requested_job()
     parts = [job.environment.to_json(), record["provenance"]["python"]]
     digest = _digest(json.dumps(parts, sort_keys=True))
     return _Shared(job, submission.started_at(), code, digest)

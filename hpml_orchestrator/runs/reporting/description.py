@@ -92,7 +92,7 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     """
     try:
         record = state.submission.record()
-        job = state.submission.requested_job(record)
+        job = state.submission.requested_job()
         point, values = _point(record, state)
         known = Description(
             launcher=job.launcher,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ from hpml_orchestrator.runs.state import naming_damage
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from hpml_orchestrator.records.feed import Event
@@ -497,3 +499,35 @@ def _rate(timeline: Timeline, training: Sequence[Mapping[str, float]]) -> float 
     took = max((counters[-1].time for counters in timeline.steps.values()), default=0.0) - began
     samples = sum(rank.get("samples", 0.0) for rank in training)
     return samples / took if samples and took > 0 else None
+
+
+# Other pages about a run: links that the training reported, and TensorBoard's files.
+
+_TENSORBOARD = "events.out.tfevents."
+_SEARCHED_DIRECTORIES = 200  # a run's directory may hold the millions of files of a data set
+_LEVELS = 4
+_ITS_OWN = {"attempts", "checkpoints", "code"}
+
+
+def read_links(state: State, summary: Summary) -> dict[str, str]:
+    """Return the address of each page about a run, by name.
+
+    `TensorBoard` is the directory in `{run.dir}` that holds its files, unless the training reported
+    a link of that name.
+    """
+    links = dict(summary.links)
+    if not state.tasks and "TensorBoard" not in links:
+        found = list(_tensorboard_directories(state.run.directory))
+        if found:
+            links["TensorBoard"] = os.path.commonpath(found)
+    return links
+
+
+def _tensorboard_directories(run: Path) -> Iterator[str]:
+    top = str(run)
+    for place, directories, files in islice(os.walk(top), _SEARCHED_DIRECTORIES):
+        if any(name.startswith(_TENSORBOARD) for name in files):
+            yield place
+        depth = os.path.relpath(place, top).count(os.sep) + (place != top)
+        kept = [] if depth >= _LEVELS else sorted(set(directories) - _ITS_OWN)
+        directories[:] = kept

@@ -17,7 +17,7 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
-from hpml_orchestrator.runs.life import Life, next_step, read_life
+from hpml_orchestrator.runs.history import RunHistory, next_step, read_history
 from hpml_orchestrator.runs.reporting.description import (
     command_text,
     describe,
@@ -28,8 +28,7 @@ from hpml_orchestrator.runs.reporting.description import (
     torch_lines,
 )
 from hpml_orchestrator.runs.reporting.monitor import numbers
-from hpml_orchestrator.runs.reporting.summary import Summary, staged_lines, summarise
-from hpml_orchestrator.runs.reporting.timeline import read_links
+from hpml_orchestrator.runs.reporting.summary import Summary, read_links, staged_lines, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ _SHORT_SECONDS = 10
 
 
 def summary_lines(
-    state: State, summary: Summary, life: Life | None = None
+    state: State, summary: Summary, life: RunHistory | None = None
 ) -> list[tuple[str, str]]:
     """Return name and text of each line of a run's summary.
 
@@ -113,7 +112,7 @@ def summary_html(state: State) -> str:
         lines = array_lines(state)
     else:
         summary = summarise(state)
-        lines = summary_lines(state, summary, read_life(state, summary))
+        lines = summary_lines(state, summary, read_history(state, summary))
     rows = []
     for name, text in lines:
         # every second part is an address
@@ -161,7 +160,7 @@ def _what(described: Description) -> dict[str, list[str]]:
     return lines
 
 
-def _when(state: State, life: Life | None = None) -> dict[str, list[str]]:
+def _when(state: State, life: RunHistory | None = None) -> dict[str, list[str]]:
     """Return the lines about the start of the run and of its last attempt, and about the end."""
     if not state.started:
         lines = {"submitted": [zoned_text(state.created)]} if state.created else {}
@@ -305,7 +304,7 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
     ]
 
 
-def _attempts(state: State, life: Life | None) -> list[str]:
+def _attempts(state: State, life: RunHistory | None) -> list[str]:
     if life is None:
         return []
     reports, stays = life.attempts, life.attempts[-1].stays
@@ -319,7 +318,7 @@ def _attempts(state: State, life: Life | None) -> list[str]:
     return lines
 
 
-def _life(state: State, life: Life | None) -> dict[str, list[str]]:
+def _life(state: State, life: RunHistory | None) -> dict[str, list[str]]:
     if life is None:
         return {}
     continues = []

@@ -109,7 +109,7 @@ def test_following_names_each_attempt_once(
     shell: Shell, run: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch, *, trains: bool
 ) -> None:
     """Also where the scheduler is asked again and again, and the time left gets less."""
-    monkeypatch.setattr("hpml_orchestrator.runs.life.time.time", slurm.clock.time)
+    monkeypatch.setattr("hpml_orchestrator.runs.history.time.time", slurm.clock.time)
     if not trains:
         log = run / "attempts" / "1" / "events" / "n1.jsonl"
         log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))

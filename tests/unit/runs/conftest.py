@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class World:
         """Continue a run, or have a running one save and continue."""
         return requeue(
             self.store,
-            submission,
+            replace(submission),
             environment={},
             clock=self.clock.time,
             sleep=self.clock.sleep,
@@ -97,7 +98,8 @@ class World:
 
     def state(self, submission: Submission) -> State:
         """Ask for the state of a submission."""
-        (state,) = states(self.store, [submission], backends=self.backends, now=self.clock.time)
+        own = replace(submission)  # a command of its own, which reads the records again
+        (state,) = states(self.store, [own], backends=self.backends, now=self.clock.time)
         return state
 
     def backends(self, _name: str = "", _host: str = "") -> FakeScheduler:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.after import pending_dependencies
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.scheduler.model import Dependency, JobState
 from hpml_orchestrator.testing.scheduler import Fault, Killed
 

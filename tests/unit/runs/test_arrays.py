@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def task(submission: Submission, index: int) -> Submission:
-    return replace(submission, index=index)
+    return submission.at(index)
 
 
 @pytest.fixture

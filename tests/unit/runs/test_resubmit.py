@@ -13,12 +13,12 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.runs.prune import prune
-from hpml_orchestrator.runs.requeue import requeue
-from hpml_orchestrator.runs.resubmit import (
+from hpml_orchestrator.runs.requeue import (
     checkpoint_directory,
     claim_checkpoints,
     job_to_resubmit,
     refuse_to_resubmit,
+    requeue,
 )
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing.clock import FakeClock

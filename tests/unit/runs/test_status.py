@@ -14,7 +14,7 @@ import pytest
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.runs.follow import wait_until_over
-from hpml_orchestrator.runs.reporting.attempts import attempt_reports
+from hpml_orchestrator.runs.history import attempt_reports
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, Scheduler

@@ -10,10 +10,10 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.follow import wait_until_over
 from hpml_orchestrator.runs.prune import prune
+from hpml_orchestrator.runs.select import pending_dependencies
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing.scheduler import FakeScheduler, Fault, Killed

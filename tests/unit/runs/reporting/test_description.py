@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,7 +149,7 @@ def test_an_array_and_its_task(world: World) -> None:
     sweep = {"sweep": "s-1", "points": [7, 9], "values": values}
     write_json(submission.directory / "submit.json", {**record, **sweep})
     for index in (0, 1):
-        world.starts(replace(submission, index=index), f"1_{index}")
+        world.starts(submission.at(index), f"1_{index}")
         world.scheduler.move(f"1_{index}", JobState.RUNNING)
     world.clock.sleep(3600)
     for index in (0, 1):
@@ -159,11 +158,11 @@ def test_an_array_and_its_task(world: World) -> None:
     assert lines["job"] == "1 (slurm, cluster fake), 2 tasks"
     assert (lines["point"], lines["requested"]) == ("s-1", "2 core-hours in 2 attempts")
     assert lines["command"] == "torchrun: true '{array.index}'"
-    lines, told = shown(world, replace(submission, index=0))
+    lines, told = shown(world, submission.at(0))
     assert lines["point"] == "7 of s-1: nodes 2, lr 0.1, name a[31m"
     assert (told.sweep, told.point, told.values["lr"]) == ("s-1", 7, 0.1)
     write_json(submission.directory / "submit.json", {**record, **sweep, "values": []})
-    assert shown(world, replace(submission, index=1))[0]["point"] == "9 of s-1"
+    assert shown(world, submission.at(1))[0]["point"] == "9 of s-1"
 
 
 @pytest.mark.parametrize(

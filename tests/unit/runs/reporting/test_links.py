@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.summary import read_links, summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
-from hpml_orchestrator.runs.reporting.timeline import link_of, read_links
+from hpml_orchestrator.runs.reporting.timeline import link_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission

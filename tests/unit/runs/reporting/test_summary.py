@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.records.feed import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.reporting.attempts import attempt_reports
+from hpml_orchestrator.runs.history import attempt_reports, read_history
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
@@ -353,7 +352,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(world: World) -> None:
 def _attempts_told(world: World, submission: Submission) -> list[str]:
     """The line about attempts; none without requeues."""
     state = world.state(submission)
-    lines = summary_lines(state, summarise(state), read_life(state, now=world.clock.now))
+    lines = summary_lines(state, summarise(state), read_history(state, now=world.clock.now))
     names = [name for name, _ in lines]
     if "attempts" not in names:
         return []

@@ -15,9 +15,14 @@ from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed
-from hpml_orchestrator.runs.life import Life, RunLimits, life_of, read_life
+from hpml_orchestrator.runs.history import (
+    AttemptReport,
+    RunHistory,
+    RunLimits,
+    history_of,
+    read_history,
+)
 from hpml_orchestrator.runs.live import LiveJobs
-from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.monitor import last_report
 from hpml_orchestrator.runs.reporting.summary import summarise
@@ -75,9 +80,9 @@ class Training:
         write_json(attempt / "ended.json", {**code, "why": why, "goes_on": requeue, **more})
         world.scheduler.move("1", JobState.PENDING if requeue else JobState.TIMEOUT)
 
-    def life(self) -> Life:
+    def life(self) -> RunHistory:
         """The attempts as of now."""
-        life = read_life(self.world.state(self.submission), now=self.world.clock.now)
+        life = read_history(self.world.state(self.submission), now=self.world.clock.now)
         assert life is not None
         return life
 
@@ -257,7 +262,7 @@ def test_ends_without_a_warning(why: str, stopped: bool, failures: int) -> None:
         stopped=stopped,
     )
     last = AttemptReport(1, started=1001.0, trained_from=1001.0, trained_until=2001.0)
-    life = life_of([one, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2001.0)
+    life = history_of([one, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2001.0)
     best = (2 * 5.0 * 2000.0) ** 0.5 if failures else None
     assert life.best_save_every_seconds == (best and pytest.approx(best))
 
@@ -331,7 +336,7 @@ def test_the_interval_is_advised_only_from_enough_data(
         saving_seconds=5.0 * saves,
     )
     last = AttemptReport(1, started=1.0 + seconds)
-    life = life_of([first, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2.0 + seconds)
+    life = history_of([first, last], limits=RunLimits(3600.0), left_seconds=10.0, now=2.0 + seconds)
     assert bool(life.advice) == is_advised
 
 
