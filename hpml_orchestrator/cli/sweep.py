@@ -400,7 +400,7 @@ def compare(
         message = f"is {kinds[1]}, and {before} is {kinds[0]}"
         raise InputError(message, field="SWEEP", value=after, hint=hint)
     read = _load("sweeps.reporting").read_report
-    compared = _load("sweeps.compare").compare(*(read(store, one).facts for one in both))
+    compared = _load("sweeps.pairs").compare_sweeps(*(read(store, one).facts for one in both))
     if as_json:
         print_json(pages.to_json(compared))
     elif output:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from hpml_orchestrator import __version__
-from hpml_orchestrator.sweeps.compare import SweepComparison
 from hpml_orchestrator.sweeps.facts import SweepFacts
+from hpml_orchestrator.sweeps.pairs import Comparison
 from hpml_orchestrator.sweeps.wording import environment
 
 if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plots import Plot
 
 
-def to_html(document: SweepFacts | SweepComparison) -> str:
+def to_html(document: SweepFacts | Comparison) -> str:
     """Return a self-contained page for light and dark screens, phones and paper."""
     from hpml_orchestrator.sweeps.plots import draw  # noqa: PLC0415 - loads matplotlib
 
@@ -34,17 +34,27 @@ def to_html(document: SweepFacts | SweepComparison) -> str:
     )
 
 
-def to_markdown(document: SweepFacts | SweepComparison) -> str:
+def to_markdown(document: SweepFacts | Comparison) -> str:
     """Return the same facts as Markdown, without the plots."""
-    text = re.sub(r"[ \t]+\n", "\n", _body("md", document, []))
+    return _plain("md", document)
+
+
+def to_text(document: Comparison) -> str:
+    """Return a comparison for a terminal of 100 columns."""
+    return _plain("text", document)
+
+
+def _plain(form: str, document: SweepFacts | Comparison) -> str:
+    text = re.sub(r"[ \t]+\n", "\n", _body(form, document, []))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def to_json(document: SweepFacts | SweepComparison) -> dict[str, Any]:
+def to_json(document: SweepFacts | Comparison) -> dict[str, Any]:
     """Return all facts as JSON values; an infinite number becomes null."""
     return dict(json.loads(TypeAdapter(type(document)).dump_json(document)))
 
 
-def _body(form: str, document: SweepFacts | SweepComparison, drawn: Sequence[Plot]) -> str:
-    name = "report" if isinstance(document, SweepFacts) else "comparison"
-    return environment(form).get_template(f"{name}.j2").render({name: document}, plots=drawn)
+def _body(form: str, document: SweepFacts | Comparison, drawn: Sequence[Plot]) -> str:
+    sweep = isinstance(document, SweepFacts)
+    template = environment(form).get_template("report.j2" if sweep else "pairs.j2")
+    return template.render({"report" if sweep else "comparison": document}, plots=drawn)

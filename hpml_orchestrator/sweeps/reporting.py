@@ -18,15 +18,17 @@ from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
 from hpml_orchestrator.sweeps.facts import MEASURED
 from hpml_orchestrator.sweeps.mlperf import results
-from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown, to_text
 from hpml_orchestrator.sweeps.plan import directory_of, read, read_head, sweeps
 from hpml_orchestrator.sweeps.power import noise_of, sensitivity
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
+from hpml_orchestrator.sweeps.tworuns import compare_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpml_orchestrator.diagnosis.model import Diagnosis
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
@@ -69,6 +71,28 @@ class SweepReport(Page):
 
     def html(self) -> str:
         """Return the page that `hpml sweep report` writes."""
+        return to_html(self.facts)
+
+
+class RunsReport(Page):
+    """What differs between two runs; `str` gives the text of `hpml report RUN RUN`."""
+
+    def __init__(self, first: Diagnosis, second: Diagnosis) -> None:
+        self.facts = compare_runs(first, second)
+
+    def __str__(self) -> str:
+        return to_text(self.facts)
+
+    def markdown(self) -> str:
+        """Return the text of `hpml report RUN RUN --markdown`."""
+        return to_markdown(self.facts)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the comparison, as `hpml report RUN RUN --json` prints it."""
+        return to_json(self.facts)
+
+    def html(self) -> str:
+        """Return the page that `hpml report RUN RUN --html` writes."""
         return to_html(self.facts)
 
 
