@@ -15,9 +15,9 @@ import typer
 from docutils.core import publish_string
 from typer.cli import get_docs_for_click
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.cli.reference import EXAMPLES, VARIABLES, exit_statuses
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

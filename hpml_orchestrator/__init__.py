@@ -4,7 +4,7 @@ The Python API is in `api/` and is imported when one of its names is used, so th
 `import hpml_orchestrator` stays cheap. docs/python.md describes it.
 """
 
-__version__ = "0.1.0"
+from hpml_orchestrator.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -656,11 +656,10 @@ def check_local(job: Job, machine: LocalMachine) -> Iterator[CheckFinding]:
         field_name = {"cpus": cpus_field(job), "memory": memory_field(job)}.get(code, code)
         in_job = code == "array"
         value = str(job.array) if in_job else job.resources.written(field_name)
-        most = size_text(limit) if code == "memory" else limit
         message = f"the job asks for {shown}; this machine ({short_hostname()}) has "
-        message += f"room for {most or 'none'}"
+        message += f"room for {limit or 'none'}"
         place = field_name if in_job else f"resources.{field_name}"
-        yield error(f"local.{code}", place, value, message, most, _LOCAL_HINT)
+        yield error(f"local.{code}", place, value, message, limit, _LOCAL_HINT)
 
 
 def refusal(errors: Sequence[CheckFinding], unchecked: str = "`--no-check`") -> InputError:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.cli.process import (
     APPENDED,
     EXIT_INTERNAL,
@@ -28,6 +27,7 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.cli.reference import EXAMPLES, examples
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
+from hpml_orchestrator.version import __version__
 
 
 class CommandEntry(NamedTuple):

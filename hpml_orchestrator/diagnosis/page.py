@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.averaging import averaging
@@ -23,6 +22,7 @@ from hpml_orchestrator.diagnosis.wording import (
 )
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
+from hpml_orchestrator.version import __version__
 
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "preparation": 1,

@@ -23,9 +23,9 @@ from hpml_orchestrator.records import feed
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.job import NodeJob
 from hpml_orchestrator.records.run import Attempt, Run, TrainingProgress, progress_of, written_since
+from hpml_orchestrator.records.schema import beside
 from hpml_orchestrator.records.texts import (
     ENDING_WORDS,
-    beside,
     memory_fault,
     printable,
     seconds_text,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator import __version__
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpml_orchestrator.records.job import Json
 
@@ -181,6 +181,12 @@ class CollectedEntry(TypedDict):
     bytes: int
     problem: str
     beside: list[str]
+
+
+def beside(rows: Iterable[CollectedEntry]) -> str:
+    """Return a note of other names next to missing results; empty if there are none."""
+    names = sorted({name for row in rows for name in row["beside"]})
+    return f"; next to it: {', '.join(names)}" if names else ""
 
 
 class Marker(TypedDict, total=False):

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from hpml_orchestrator.records.schema import CollectedEntry
+    from collections.abc import Sequence
 
 ENDING_WORDS = {
     "TIMEOUT": "time limit",
@@ -142,12 +140,6 @@ def printable(text: str) -> str:
     'a[31mb c'
     """
     return "".join(char for char in re.sub(r"\s", " ", text) if char.isprintable())
-
-
-def beside(rows: Iterable[CollectedEntry]) -> str:
-    """Return a note of other names next to missing results, from rows of `collected.json`."""
-    names = sorted({name for row in rows for name in row["beside"]})
-    return f"; next to it: {', '.join(names)}" if names else ""
 
 
 def memory_fault(output: str, job_id: str) -> str:

@@ -51,7 +51,7 @@ def build() -> bytes:
     compiling nor for inflating.
     """
     files = {"__main__.py": _MAIN.encode()}
-    sources = [_PACKAGE / "__init__.py", _PACKAGE / "errors.py", _PACKAGE / "log.py"]
+    sources = [_PACKAGE / f"{name}.py" for name in ("__init__", "errors", "log", "version")]
     for room in _ROOMS:
         sources += sorted((_PACKAGE / room).rglob("*.py"))
     for source in sources:

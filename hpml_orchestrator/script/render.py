@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobfile.text import PLACEHOLDER
 from hpml_orchestrator.records.job import Json, NodeJob, Resources, SiteLimits
 from hpml_orchestrator.records.units import ALL_MEMORY, MIB, format_time
 from hpml_orchestrator.script import template
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator import __version__, assets
+from hpml_orchestrator import assets
 from hpml_orchestrator.assets import own_interpreter
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
 from hpml_orchestrator.records.mounts import own_file_system, private_directory
@@ -32,6 +32,7 @@ from hpml_orchestrator.scheduler.command import (
 from hpml_orchestrator.scheduler.slurm.client import is_one_machine, slurm_version
 from hpml_orchestrator.site.profile import site_for, topology_faults
 from hpml_orchestrator.topology.sysfs import list_gpus
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ import tomlkit
 from pydantic import BaseModel, ValidationError
 from tomlkit.items import Array
 
-from hpml_orchestrator import __version__, assets
+from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, SchedulerError
 from hpml_orchestrator.records import units
 from hpml_orchestrator.records.files import write_text
@@ -31,6 +31,7 @@ from hpml_orchestrator.site.model import Site
 from hpml_orchestrator.site.node_probe import NodeProbe
 from hpml_orchestrator.site.probe import fold, gpu_text, group_nodes, probe
 from hpml_orchestrator.site.profile import PROJECT_NAME, user_path
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition

@@ -171,13 +171,20 @@ def backend_of_site(
         job_file: the job file.
         environment: of the process.
         chosen: the value of `--site` or `HPML_SITE`.
+
+    Raises:
+        InputError: a profile cannot be read, and one that it has priority over says where.
     """
     from hpml_orchestrator.jobfile.load import read_mapping  # noqa: PLC0415 - only with a profile
 
     found = ""
-    with contextlib.suppress(HpmlError):  # whoever uses the profile names its fault
+    try:
         for path in find_profiles(job_file, environment, chosen=chosen):
             found = str(read_mapping(path, "site profile").get("backend", found))
+    except HpmlError:
+        if found:  # without it a job for the cluster would run on this machine, or the reverse
+            raise
+        # whoever uses the profile names its fault
     return found if found in ("slurm", "local") else ""
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.sweeps.facts import SweepFacts
 from hpml_orchestrator.sweeps.pairs import Comparison
 from hpml_orchestrator.sweeps.wording import environment
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plots import Plot

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.jobfile.sweep import SEARCHES
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.runs.reporting.monitor import numbers
@@ -50,6 +49,7 @@ from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_
 from hpml_orchestrator.sweeps.selection import aim_of, target_of
 from hpml_orchestrator.sweeps.statistics import Estimate
 from hpml_orchestrator.sweeps.trial import is_stopped
+from hpml_orchestrator.version import __version__
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from hpml_orchestrator import __version__
+from hpml_orchestrator.version import __version__
 
 # Metrics and their series, as families of prometheus_client that are also text.
 

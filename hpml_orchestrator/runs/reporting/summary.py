@@ -10,7 +10,8 @@ from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.placement.verify import NodeProof, RankProof, proof_json, proof_of_json
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.job import Binding
-from hpml_orchestrator.records.texts import beside, first_few, human_bytes
+from hpml_orchestrator.records.schema import beside
+from hpml_orchestrator.records.texts import first_few, human_bytes
 from hpml_orchestrator.runs.reporting.monitor import (
     Monitored,
     aggregate_nodes,

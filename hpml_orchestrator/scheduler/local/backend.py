@@ -184,7 +184,8 @@ class LocalScheduler:
         machine = self._machine or processes.this_machine()
         for _, has, shown in processes.shortages(job, machine):
             raise SchedulerError(
-                f"the job asks for {shown}; this machine ({processes.short_hostname()}) has {has}",
+                f"the job asks for {shown}; this machine ({processes.short_hostname()}) has "
+                f"{has or 'none'}",
                 hint="ask for less, or submit it to a Slurm cluster",
             )
         # Linux has no call that only reads the umask: set it and put it back. The job inherits the

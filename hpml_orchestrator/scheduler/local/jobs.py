@@ -263,7 +263,8 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
         self._jobs = self.path / "jobs"
-        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
+        # One queue however HPML_HOME is spelled: a link in the path makes no second one.
+        digest = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
         self.cluster = f"local-{digest[:6]}"
         self._lock_name = f"local-{digest[:16]}"
         self._requests: dict[int, LocalRequest] = {}

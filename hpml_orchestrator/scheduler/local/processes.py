@@ -198,8 +198,11 @@ def needs_of(job: Job, machine: LocalMachine) -> Needs:
     )
 
 
-def shortages(job: Job, machine: LocalMachine) -> Iterator[tuple[str, int, str]]:
-    """Yield what a job asks for and this machine lacks: a name, what is here, and the request."""
+def shortages(job: Job, machine: LocalMachine) -> Iterator[tuple[str, int | str, str]]:
+    """Yield what a job asks for and this machine lacks: a name, what is here, and the request.
+
+    What is here is a number, for memory a text such as `16G`.
+    """
     resources, needs = job.resources, needs_of(job, machine)
     memory = needs.memory_mb or 0
     ranks = f"({resources.ranks} ranks of {resources.cpus_per_rank})"
@@ -212,4 +215,4 @@ def shortages(job: Job, machine: LocalMachine) -> Iterator[tuple[str, int, str]]
         ("memory", memory, machine.memory_mb or memory, f"{size_text(memory)} of memory"),
     ):
         if asked > has:
-            yield name, has, shown
+            yield name, size_text(has) if name == "memory" else has, shown

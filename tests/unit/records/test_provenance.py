@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator import __version__
 from hpml_orchestrator.records import provenance
 from hpml_orchestrator.records.schema import ProvenanceRecord
+from hpml_orchestrator.version import __version__
 
 
 def git(directory: Path, *arguments: str) -> str:

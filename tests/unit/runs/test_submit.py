@@ -202,6 +202,13 @@ def test_the_backend_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (job_file.parent / "hpml.toml").write_text('backend = "local"\n')
     assert (choose("auto", job_file), choose("slurm", job_file)) == ("local", "slurm")
     assert choose("auto", job_file, "none") == "slurm"
+    own = tmp_path / "config" / "hpml" / "site.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text('backend = "local"\n')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own.parents[1]))
+    (job_file.parent / "hpml.toml").write_text("backend = 'slurm\n")
+    with pytest.raises(InputError, match=r"hpml\.toml"):  # not silently on this machine
+        choose("auto", job_file)
     for name in ("slurm", "local"):
         monkeypatch.setenv("HPML_BACKEND", name)
         assert (choose("auto"), choose("auto", job_file)) == (name, name)

@@ -503,6 +503,8 @@ def test_a_refusal_leaves_no_job(bench: Bench) -> None:
     with pytest.raises(SchedulerError, match="asks for 3 GPUs; this machine .* has 2"):
         bench.scheduler().submit(request)
     assert "3 GPUs" in (request.directory / "sbatch.err").read_text()
+    with pytest.raises(SchedulerError, match=r"asks for 9T of memory; this machine .* has \d+[MG]"):
+        bench.scheduler().submit(bench.request("", memory=9 << 20))
     assert not (request.directory / "sbatch.out").exists()
     assert bench.scheduler().find(request.directory, name="", since=0) == []
     with pytest.raises(SchedulerError, match="colon"):
