@@ -440,7 +440,7 @@ _PYTHON = re.compile(r"python[\d.]*")
 _CODE = """\
 import sys
 sys.path.append(sys.argv.pop(1))
-from hpml_orchestrator.node.software import main
+from hpml_orchestrator.node.startup import main
 main(*sys.argv[1:])
 """
 _READ_VERSION = "import json, platform; print(json.dumps(platform.python_version()))"
