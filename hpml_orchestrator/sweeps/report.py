@@ -41,10 +41,10 @@ from hpml_orchestrator.sweeps.facts import (
     SweepFacts,
     is_complete,
 )
-from hpml_orchestrator.sweeps.fits import fits_of
 from hpml_orchestrator.sweeps.pairs import trial_answer
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.quality import qualities, with_divergence
+from hpml_orchestrator.sweeps.ranking import fits_of
 from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target, metric_name
 from hpml_orchestrator.sweeps.selection import aim_of, target_of
 from hpml_orchestrator.sweeps.statistics import Estimate
