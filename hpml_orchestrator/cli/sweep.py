@@ -392,23 +392,23 @@ def compare(
     Prints Markdown that marks which differences can be distinguished from noise.
     """
     check_extra()
-    store, pages = store_of(context), _load("sweeps.pages")
+    store, reports = store_of(context), _load("sweeps.reporting")
     both = [plan.resolve(store, word) for word in (before, after)]
     kinds = [f"a {planned.mode} sweep {planned.unit}".rstrip() for planned in both]
     if kinds[0] != kinds[1]:
         hint = "compare two sweeps of one kind, such as before and after a change"
         message = f"is {kinds[1]}, and {before} is {kinds[0]}"
         raise InputError(message, field="SWEEP", value=after, hint=hint)
-    read = _load("sweeps.reporting").read_report
-    compared = _load("sweeps.pairs").compare_sweeps(*(read(store, one).facts for one in both))
+    facts = [reports.read_report(store, one).facts for one in both]
+    compared = _load("sweeps.pairs").compare_sweeps(*facts)
     if as_json:
-        print_json(pages.to_json(compared))
+        print_json(reports.to_json(compared))
     elif output:
         path = _path(output)
-        write_text(path, pages.to_html(compared))
+        write_text(path, reports.to_html(compared))
         typer.echo(str(path))
     else:
-        typer.echo(pages.to_markdown(compared))
+        typer.echo(reports.to_markdown(compared))
 
 
 def _load(module: str) -> ModuleType:

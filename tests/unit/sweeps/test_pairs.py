@@ -13,8 +13,8 @@ from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import text as report_text
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
-from hpml_orchestrator.sweeps.pages import to_text as text
+from hpml_orchestrator.sweeps.reporting import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.reporting import to_text as text
 from hpml_orchestrator.sweeps.tworuns import ComparedFigure, RunComparison
 from hpml_orchestrator.sweeps.tworuns import compare_runs as compare
 from tests.unit.diagnosis import page_examples as examples
