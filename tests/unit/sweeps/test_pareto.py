@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.cli.sweeptext import print_front
+from hpml_orchestrator.cli.sweep import print_front
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.repeat import make_repeat
 from hpml_orchestrator.sweeps.report import build
