@@ -31,7 +31,7 @@ from hpml_orchestrator.runs.status import state_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.diagnosis.model import Diagnosis
+    from hpml_orchestrator.sweeps.reporting import RunsReport
 
 _PAGE_BYTES = 100
 _COMPARED = 2
@@ -78,7 +78,7 @@ def report(
     task: RUN.INDEX. A run that has not ended is reported as far as it is known.
     """
     refuse_empty({"--html": html, "--apply": apply})
-    wanted = Wanted(apply, try_, force=force, repeats=repeats, minutes=minutes, yes=yes)
+    wanted = _Wanted(apply, try_, force=force, repeats=repeats, minutes=minutes, yes=yes)
     wanted.refuse_others(
         {"--markdown": as_markdown, "--html": html, "RUN RUN": len(runs) > 1}, as_json=as_json
     )
@@ -100,37 +100,42 @@ def report(
         for submission in submissions
     ]
     if len(diagnoses) == _COMPARED:
-        _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
-        return
-    diagnosis = diagnoses[0]
-    if wanted.anything:
-        from hpml_orchestrator.cli.tuning import change  # noqa: PLC0415 - loads checks and sweeps
+        from hpml_orchestrator.sweeps.plan import check_extra  # noqa: PLC0415 - seldom needed
 
-        change(context, submissions[0], diagnosis, wanted, as_json=as_json)
+        check_extra()
+        from hpml_orchestrator.sweeps.reporting import RunsReport  # noqa: PLC0415 - loads scipy
+
+        _show(RunsReport(*diagnoses), as_json=as_json, as_markdown=as_markdown, html=html)
         return
-    shown = Report(diagnosis)
+    (submission,), (diagnosis,) = submissions, diagnoses
+    if wanted.anything:
+        from hpml_orchestrator.cli import tuning  # noqa: PLC0415 - loads checks and sweeps
+
+        if apply is not None:
+            tuning.apply_changes(context, submission, diagnosis, apply, force=force)
+        else:
+            tuning.try_changes(
+                context,
+                submission,
+                diagnosis,
+                repeats=repeats,
+                minutes=minutes,
+                yes=yes,
+                as_json=as_json,
+            )
+        return
+    _show(Report(diagnosis), as_json=as_json, as_markdown=as_markdown, html=html)
+
+
+def _show(
+    shown: Report | RunsReport, *, as_json: bool, as_markdown: bool, html: str | None
+) -> None:
     if html is not None:
         _write(html, shown.html())
     elif as_json:
         print_json(shown.to_dict())
     else:
-        typer.echo(shown.markdown().rstrip("\n") if as_markdown else str(shown))
-
-
-def _compare(
-    first: Diagnosis, second: Diagnosis, *, as_json: bool, as_markdown: bool, html: str | None
-) -> None:
-    from hpml_orchestrator.diagnosis import comparison  # noqa: PLC0415 - seldom needed
-
-    if as_markdown:
-        raise InputError("two runs are compared as text or --json", field="--markdown")
-    if html is not None:
-        raise InputError("two runs are compared as text or --json", field="--html", value=html)
-    compared = comparison.compare(first, second)
-    if as_json:
-        print_json(comparison.to_json(compared))
-    else:
-        typer.echo(comparison.text(compared))
+        typer.echo((shown.markdown() if as_markdown else str(shown)).rstrip("\n"))
 
 
 def _write(path: str, page: str) -> None:
@@ -148,7 +153,7 @@ def _write(path: str, page: str) -> None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """What to do with the changes: `--apply`, `--try` and their options."""
 
     apply: str | None

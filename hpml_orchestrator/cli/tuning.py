@@ -28,29 +28,13 @@ from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.trial import make_trial, summary_lines
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.cli.report import Wanted
     from hpml_orchestrator.diagnosis.model import Diagnosis
     from hpml_orchestrator.records.submission import Submission
 
 _MINUTES = 2.0
 
 
-def change(
-    context: typer.Context,
-    submission: Submission,
-    diagnosis: Diagnosis,
-    wanted: Wanted,
-    *,
-    as_json: bool,
-) -> None:
-    """Write the changed job file, or try the changes."""
-    if wanted.apply is not None:
-        _apply(context, submission, diagnosis, wanted.apply, force=wanted.force)
-    else:
-        _try(context, submission, diagnosis, wanted, as_json=as_json)
-
-
-def _apply(
+def apply_changes(
     context: typer.Context, submission: Submission, diagnosis: Diagnosis, file: str, *, force: bool
 ) -> None:
     """Write the job file of a run with the changes of its diagnosis, and print what changed."""
@@ -86,22 +70,25 @@ def _apply(
     typer.echo(f"wrote {file}; to run it: hpml run {file}", err=True)
 
 
-def _try(
+def try_changes(
     context: typer.Context,
     submission: Submission,
     diagnosis: Diagnosis,
-    wanted: Wanted,
     *,
+    repeats: int | None,
+    minutes: float | None,
+    yes: bool,
     as_json: bool,
 ) -> None:
+    """Run a job and the changed one in turn, and print what the changes bring."""
     plan.check_extra()
     store, chosen = store_of(context), choose_changes(diagnosis)
     planned = make_trial(
         submission,
         diagnosis.facts,
         chosen,
-        repeats=wanted.repeats,
-        minutes=_MINUTES if wanted.minutes is None else wanted.minutes,
+        repeats=repeats,
+        minutes=_MINUTES if minutes is None else minutes,
         chosen_site=chosen_site(context),
         argv=sys.argv,
         now=time.time(),
@@ -109,7 +96,7 @@ def _try(
     check_plan(planned, store)
     for line in summary_lines(planned):
         typer.echo(line, err=True)
-    if not wanted.yes and sys.stdin.isatty() and not typer.confirm("Start these runs?", err=True):
+    if not yes and sys.stdin.isatty() and not typer.confirm("Start these runs?", err=True):
         typer.echo("nothing was started", err=True)
         raise typer.Exit(1)
     scheduler = open_backend(planned.backend, store)

@@ -1,13 +1,13 @@
-"""Figures that several findings need: parts of the steps, hours, levels, and changes to fields."""
+"""Figures that several findings need, and whether the figures of two runs are comparable."""
 
 from __future__ import annotations
 
 import re
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change, Finding
-from hpml_orchestrator.diagnosis.parts import SAMPLED, fits
+from hpml_orchestrator.diagnosis.parts import SAMPLED, fits, mean_parts
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
@@ -15,15 +15,17 @@ from hpml_orchestrator.diagnosis.thresholds import (
     THRESHOLDS,
     TOO_SHORT_SECONDS,
 )
+from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
     from hpml_orchestrator.records.job import Job
 
 _SHOWN = 4
 _MOST = 0.5  # of a training; while more is uncounted, shares of the steps accuse nobody
+_EQUAL = 0.05  # the last batch of an epoch may be smaller
 _IDLE = 0.02  # share of the time with a kernel
 
 
@@ -275,3 +277,70 @@ def exclude(job: Job, nodes: Sequence[str], *, faulty: bool = True) -> list[Chan
         Change(f"leave out {where} until it is repaired", "resources.extra", value),
         Change(f"report {where} to the administrators, with the lines above"),
     ]
+
+
+# Two runs.
+
+
+def doubts(first: Facts, second: Facts) -> Iterator[str]:
+    """Yield the reasons why the figures of two runs do not show the effect of a change."""
+    for facts in (first, second):
+        if not facts.over:
+            yield f"{facts.run} is not over ({facts.state})"
+        elif facts.state != "COMPLETED":
+            yield f"{facts.run} did not complete ({facts.state})"
+    for what, before, after in zip(
+        _CONDITIONS, _conditions(first), _conditions(second), strict=True
+    ):
+        if None not in (before, after) and not nearly_equal(before, after):
+            texts = [
+                f"{one:.4g}" if isinstance(one, float) else str(one) for one in (before, after)
+            ]
+            yield f"different {what}: {texts[0]} and {texts[1]}"
+    # One run with counters and one without would make every share of a step look new.
+    for facts, other in ((first, second), (second, first)):
+        if mean_parts(facts.ranks) and not mean_parts(other.ranks):
+            yield f"only {facts.run} reports its steps"
+
+
+_CONDITIONS = "jobs, programs, ranks, GPUs, nodes, samples per step and rank, types of GPU".split(
+    ", "
+)
+
+
+def _conditions(facts: Facts) -> tuple[object, ...]:
+    gpus = sorted({gpu.name for node in facts.nodes for gpu in node.gpus if gpu.name})
+    return (
+        facts.job.name,
+        _program(facts.job),
+        facts.world_size or None,
+        facts.gpu_count,
+        facts.node_count or None,
+        batch_per_rank(facts),
+        first_few(gpus) if gpus else None,
+    )
+
+
+def batch_per_rank(facts: Facts) -> float | None:
+    """Return the samples per step, as the mean over the ranks that count both."""
+    batches = [rank.samples / rank.steps for rank in facts.ranks if rank.samples and rank.steps]
+    return fmean(batches) if batches else None
+
+
+def nearly_equal(first: object, second: object) -> bool:
+    """Return whether two values are equal, of figures up to 5 %."""
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second) <= _EQUAL * max(first, second)
+    return first == second
+
+
+def _program(job: Job) -> str:
+    if named := job.script or job.module:
+        return named.rpartition("/")[2]
+    words = job.command or ()
+    return " ".join(words[: first_option(words)])
+
+
+def first_option(words: Sequence[str]) -> int:
+    """Return the place of the first word that begins with a dash, or the number of words."""
+    return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))

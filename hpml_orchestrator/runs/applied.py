@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.diagnosis.comparable import doubts
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import steps_known, training_seconds
+from hpml_orchestrator.diagnosis.shares import doubts, steps_known, training_seconds
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.jobfile.load import field_value

@@ -175,7 +175,7 @@ class HpmlExecutor(core.Executor):
                 if value is not None and not is_count:
                     message, hint = "must be a whole number above 0", f"such as hpml_{name}=8"
                     raise InputError(message, field=name, value=value, hint=hint)
-            self._load(parameters, choose(parameters.get("backend", "auto")))
+            self._load(parameters)
         self.parameters.update(kwargs)
 
     def _internal_process_submissions(
@@ -185,8 +185,8 @@ class HpmlExecutor(core.Executor):
         calls = list(delayed_submissions)
         jobs: list[core.Job[object]] = []
         with _hints():
-            backend = choose(self.parameters.get("backend", "auto"))
-            resolved = self._load(self.parameters, backend)
+            resolved = self._load(self.parameters)
+            backend = resolved.backend
             size = max_array_size(backend, os.environ) if len(calls) > 1 else 1
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
@@ -205,10 +205,11 @@ class HpmlExecutor(core.Executor):
                 raise
         return jobs
 
-    def _load(self, parameters: Parameters, backend: str) -> ResolvedJob:
-        """Return the job that parameters describe."""
+    def _load(self, parameters: Parameters) -> ResolvedJob:
+        """Return the job that parameters describe, with the backend that `hpml run` would use."""
         path = parameters.get("job_file") or Path.cwd() / "submitit.yaml"
         chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
+        backend = choose(parameters.get("backend", "auto"), path, chosen)
         fields: dict[str, object] = {
             "launcher": "srun",
             "script": None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hpml_orchestrator.diagnosis.averaging import Averaging
 from hpml_orchestrator.jobfile.sweep import SEARCHES
 from hpml_orchestrator.sweeps.communication import Communication
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.sweeps.plan import SweepPlan
 
 MEASURED = "COMPLETED"
 """State of the attempts that enter medians."""
@@ -33,6 +36,12 @@ PARTS = tuple(
 
 Difference: TypeAlias = Literal["", "unknown", "undecided", "faster", "slower", "worse"]
 """What a comparison showed: `unknown` with fewer than 6 runs, `undecided` if noise explains it."""
+
+
+def is_complete(plan: SweepPlan, row: PointRow) -> bool:
+    """Return whether a run counts in medians; runs of a trial are stopped early on purpose."""
+    is_stopped = plan.trial is not None and row.state == "PRUNED"
+    return (row.state == MEASURED or is_stopped) and bool(row.total_seconds)
 
 
 @dataclass(frozen=True)

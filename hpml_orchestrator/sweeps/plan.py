@@ -318,6 +318,9 @@ RESUMED = "resumed"
 GIVEN = "with "
 """Begins the key by which shapes differ in whether a conditional argument is given."""
 
+JOB_AXIS = "job"
+"""The axis of a sweep of two jobs."""
+
 _POINTS, _PLAN = "points.jsonl", "plan.json"
 _EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
 
@@ -435,9 +438,9 @@ class SweepPlan:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether each repeat runs every scale, so that runs are compared within it."""
-        scaling = self.mode in ("strong", "weak")
-        return scaling and self.spec.order == "interleaved" and self.takes_turns
+        """Whether each repeat runs every setting, so that runs are compared within it."""
+        compares = self.mode in ("strong", "weak") or self.trial is not None
+        return compares and self.spec.order == "interleaved" and self.takes_turns
 
     def head(self) -> Json:
         """Return the plan as it is recorded, without its points, of which there may be many."""

@@ -25,7 +25,6 @@ from hpml_orchestrator.sweeps import (
     ranking,
     selection,
     statistics,
-    trial,
     wording,
 )
 from hpml_orchestrator.sweeps.communication import communication
@@ -40,13 +39,16 @@ from hpml_orchestrator.sweeps.facts import (
     RankedFigure,
     Setting,
     SweepFacts,
+    is_complete,
 )
-from hpml_orchestrator.sweeps.fits import fits_of
+from hpml_orchestrator.sweeps.pairs import trial_answer
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.quality import qualities, with_divergence
+from hpml_orchestrator.sweeps.ranking import fits_of
 from hpml_orchestrator.sweeps.rows import DEFAULT_METRICS, PointRow, is_time_to_target, metric_name
 from hpml_orchestrator.sweeps.selection import aim_of, target_of
 from hpml_orchestrator.sweeps.statistics import Estimate
+from hpml_orchestrator.sweeps.trial import is_stopped
 from hpml_orchestrator.version import __version__
 
 _HOURS = ("gpu_hours", "core_hours", "node_hours")
@@ -73,12 +75,13 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         within = point.number if plan.mode == "pbt" else point.scale or 0
         groups[place, within].append((point, row))
     told = [row for row in rows if row.accuracy is not None]
-    told = [row for row in told if _complete(row)] or told  # others may have had no test yet
+    # Runs that are not complete may have had no test yet.
+    told = [row for row in told if is_complete(plan, row)] or told
     named = wording.accuracy_text({row.accuracy_name for row in told})
     figure, aim = _figure(plan, rows, named), aim_of(plan, rows)
     judged = qualities(
         plan,
-        {key: [row for _, row in pairs if _complete(row)] for key, pairs in groups.items()},
+        {key: [row for _, row in pairs if is_complete(plan, row)] for key, pairs in groups.items()},
     )
     settings: list[Setting] = []
     attempts: list[PointStart] = []
@@ -113,7 +116,7 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
         costs=_costs(ordered),
         failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED", CONTINUED}]),
         provenance=_provenance(plan, rows),
-        communication=communication([row for row in ordered if _complete(row)]),
+        communication=communication([row for row in ordered if is_complete(plan, row)]),
         objectives=plan.spec.search.objectives,
     )
     report = selection.with_front(report) if report.objectives else ranking.ranked(report)
@@ -129,13 +132,9 @@ def build(plan: SweepPlan, rows: Sequence[PointRow]) -> SweepFacts:
             )
         ),
         question=answers.question(report),
-        answer=tuple(trial.sentences(plan, rows) if plan.trial else answers.answer(report)),
+        answer=tuple(trial_answer(plan, report) if plan.trial else answers.answer(report)),
     )
     return replace(report, checks=answers.checklist(report))
-
-
-def _complete(row: PointRow) -> bool:
-    return row.state == MEASURED and bool(row.total_seconds)
 
 
 def _starts(row: PointRow) -> Iterable[PointRow]:
@@ -174,17 +173,18 @@ def _figure(plan: SweepPlan, rows: Sequence[PointRow], accuracy_name: str) -> Ra
     A grid whose file names no metric, and whose runs reported none, is ranked by accuracy. It is
     never ranked by time: its runs share nodes, and disturb each other.
     """
-    complete = [row for row in rows if _complete(row)]
+    complete = [row for row in rows if is_complete(plan, row)]
     time = RankedFigure("total_seconds", "total time", "s", maximize=False)
+    rate = RankedFigure("samples_per_second", "samples per second", "samples/s", maximize=True)
     if plan.mode == "strong":
         return time
+    if plan.trial:
+        return rate if any(is_stopped(row) for row in complete) else time
     if plan.mode == "weak":
         if all(_work(row) for row in complete):
             name = "samples per second of the total time"
             return RankedFigure("rate", name, "samples/s", maximize=True)
-        return RankedFigure(
-            "samples_per_second", "steady samples per second", "samples/s", maximize=True
-        )
+        return replace(rate, name="steady samples per second")
     search, metrics = plan.spec.search, _known(row.metric for row in complete)
     named = plan.mode in SEARCHES or search.metric_name not in ("", "test_accuracy")
     if complete and not named and not metrics and any(row.accuracy is not None for row in complete):
@@ -205,7 +205,7 @@ def _setting(
     quality: Quality | None,
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
-    complete = [(point, row) for point, row in pairs if _complete(row)]
+    complete = [(point, row) for point, row in pairs if is_complete(plan, row)]
     runs = [row for _, row in complete]
     last = {row.point: row.state for row in rows if row.state != "EXCLUDED"}
     # A point counts by its last start, but as complete if any of its starts was.

@@ -1,10 +1,15 @@
-"""The report of a sweep on record, in every form."""
+"""The report of a sweep on record, and of two runs, in every form."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.diagnosis.averaging import Averaging, averaging
@@ -16,20 +21,68 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
-from hpml_orchestrator.sweeps.facts import MEASURED
+from hpml_orchestrator.sweeps.facts import MEASURED, SweepFacts
 from hpml_orchestrator.sweeps.mlperf import results
-from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.pairs import Comparison
 from hpml_orchestrator.sweeps.plan import directory_of, read, read_head, sweeps
 from hpml_orchestrator.sweeps.power import noise_of, sensitivity
 from hpml_orchestrator.sweeps.report import build
 from hpml_orchestrator.sweeps.table import Table
+from hpml_orchestrator.sweeps.tworuns import compare_runs
+from hpml_orchestrator.sweeps.wording import environment
+from hpml_orchestrator.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpml_orchestrator.diagnosis.model import Diagnosis
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.sweeps.facts import SweepFacts
     from hpml_orchestrator.sweeps.plan import SweepPlan
+    from hpml_orchestrator.sweeps.plots import Plot
+
+# Write a report, or a comparison of two, as HTML, Markdown or JSON.
+#
+# The HTML is one file: its plots are in it, it needs no scripts and fetches nothing.
+
+
+def to_html(document: SweepFacts | Comparison) -> str:
+    """Return a self-contained page for light and dark screens, phones and paper."""
+    from hpml_orchestrator.sweeps.plots import draw  # noqa: PLC0415 - loads matplotlib
+
+    drawn = draw(document) if isinstance(document, SweepFacts) else []
+    page = environment("html").get_template("page.html.j2")
+    return page.render(
+        title=f"{document.name}: {document.question}",
+        body=_body("html", document, drawn),
+        footer=f"hpml {__version__}",
+    )
+
+
+def to_markdown(document: SweepFacts | Comparison) -> str:
+    """Return the same facts as Markdown, without the plots."""
+    return _plain("md", document)
+
+
+def to_text(document: Comparison) -> str:
+    """Return a comparison for a terminal of 100 columns."""
+    return _plain("text", document)
+
+
+def _plain(form: str, document: SweepFacts | Comparison) -> str:
+    text = re.sub(r"[ \t]+\n", "\n", _body(form, document, []))
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def to_json(document: SweepFacts | Comparison) -> dict[str, Any]:
+    """Return all facts as JSON values; an infinite number becomes null."""
+    return dict(json.loads(TypeAdapter(type(document)).dump_json(document)))
+
+
+def _body(form: str, document: SweepFacts | Comparison, drawn: Sequence[Plot]) -> str:
+    sweep = isinstance(document, SweepFacts)
+    template = environment(form).get_template("report.j2" if sweep else "pairs.j2")
+    return template.render({"report" if sweep else "comparison": document}, plots=drawn)
+
 
 _LOOKED_AT = 20  # sweeps, for their noise
 _UNNAMED = ("steps", "not divided")  # what the time was for, and what is not known
@@ -69,6 +122,28 @@ class SweepReport(Page):
 
     def html(self) -> str:
         """Return the page that `hpml sweep report` writes."""
+        return to_html(self.facts)
+
+
+class RunsReport(Page):
+    """What differs between two runs; `str` gives the text of `hpml report RUN RUN`."""
+
+    def __init__(self, first: Diagnosis, second: Diagnosis) -> None:
+        self.facts = compare_runs(first, second)
+
+    def __str__(self) -> str:
+        return to_text(self.facts)
+
+    def markdown(self) -> str:
+        """Return the text of `hpml report RUN RUN --markdown`."""
+        return to_markdown(self.facts)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the comparison, as `hpml report RUN RUN --json` prints it."""
+        return to_json(self.facts)
+
+    def html(self) -> str:
+        """Return the page that `hpml report RUN RUN --html` writes."""
         return to_html(self.facts)
 
 

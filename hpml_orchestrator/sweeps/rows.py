@@ -43,6 +43,7 @@ TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 DEFAULT_METRICS = ("validation_accuracy", "test_accuracy")
 """What a sweep chooses by if its file names no metric: the first that its runs report."""
 
+_SETUP = ("start-up", "staging", "launch", "rendezvous", "preparation", "warm-up")
 _EVALUATED = "accuracy of the last evaluation"
 
 
@@ -123,6 +124,11 @@ class PointRow:
     code: str = ""  # commit, with `+dirty-<digest>` for uncommitted changes
     environment: str = ""  # digest of interpreter, modules and variables
     hardware: str = ""  # CPU and GPU models of the nodes
+
+
+def setup_seconds(phases: Mapping[str, float]) -> float:
+    """Return the seconds until the training begins, without the queue."""
+    return sum(phases.get(name, 0.0) for name in _SETUP)
 
 
 def is_time_to_target(figure: str) -> bool:

@@ -7,11 +7,10 @@ reports its steps through the channel, else they run to their end.
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
@@ -23,6 +22,7 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.apply import job_of_run, refuse_unchangeable
 from hpml_orchestrator.sweeps.plan import (
+    JOB_AXIS,
     SEED_ARGUMENTS,
     Point,
     ProgramArguments,
@@ -32,8 +32,8 @@ from hpml_orchestrator.sweeps.plan import (
     Trial,
     check_base,
 )
-from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
-from hpml_orchestrator.sweeps.wording import accuracy_text
+from hpml_orchestrator.sweeps.rows import setup_seconds
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
@@ -41,32 +41,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.sweeps.rows import PointRow
 
-_AXIS = "job"
-_NAMES = _BEFORE, _AFTER = "original", "changed"
-_USABLE = ("COMPLETED", "PRUNED")
-_SETUP = ("start-up", "staging", "launch", "rendezvous", "preparation", "warm-up")
+_NAMES = ("original", "changed")
 _SPARE_SECONDS = 1800  # of a shortened run's time limit, for slow nodes and the end
-_SMALL_SECONDS = 1.0
-_TIMES = 3.0  # from this speedup on it is given as a factor
-
-
-@dataclass(frozen=True)
-class TrialOutcome:
-    """What the runs of a trial showed."""
-
-    planned: int  # pairs in the plan
-    pairs: int  # those of which both runs can be compared
-    speedup: Speedup | None  # of the changed job over the original one; None without a pair
-    # Whether all of these runs ended by themselves: their total times are compared; else their
-    # samples per second
-    whole: bool
-    # Of both jobs, before and after: `samples_per_second`, `data_wait_ratio`, `setup_seconds`,
-    # `accuracy`, if known for both
-    medians: Mapping[str, tuple[float, float]]
-    accuracy_name: str  # what `accuracy` is
-    # Runs that are over and cannot be compared, by job: state and reason of the last
-    failed: Mapping[str, tuple[int, str]]
-    unfinished: bool  # whether runs are still to come
 
 
 def make_trial(
@@ -102,58 +78,29 @@ def make_trial(
     original = _single(ran, submission.index)
     changed = changed_job(original, chosen.fields)
     jobs = [_shortened(job, facts, seconds) for job in (original, changed)]
-    placeholders = {}
     seed = ProgramArguments(jobs[0].args).first(SEED_ARGUMENTS)
     if seed is not None and ProgramArguments(jobs[1].args).value(seed) is not None:
-        placeholders = {"seed": "seed"}
         jobs = [_with_seed(job, seed) for job in jobs]
+    else:
+        seed = None
     for job in jobs:
         if problems := wrong_fields(job.to_json()):
             raise combined(problems, "")
         check_base(job, record["job_file"])
-    backend = str(record["backend"])
-    sweep = make_sweep(
-        {
-            "base": str(record["job_file"]),
-            "mode": "grid",
-            "axes": {_AXIS: [_BEFORE, _AFTER]},
-            "repeats": count,
-            "seeds": {"argument": seed} if placeholders else {},
-            "budget": {"parallel": 1},
-            "search": {"metric": "samples_per_second"},
-        },
-        submission.directory / "trial",
-        where="a trial",
+    plan = plan_of_jobs(
+        dict(zip(_NAMES, jobs, strict=True)),
+        name=f"{jobs[0].name[:36]}-try",
+        base=submission.directory / str(record["job_file"]),
+        metric="samples_per_second",
+        repeats=count,
+        seed=seed,
+        backend=str(record["backend"]),
+        now=now,
     )
-    shapes = tuple(_shape(number, name, jobs[number]) for number, name in enumerate(_NAMES))
-    points = tuple(_points(count, seeded=bool(placeholders)))
-    hours = [shapes[point.shape] for point in points]
-    name = f"{jobs[0].name[:36]}-try"
-    return SweepPlan(
-        id=new_id(name, now=now),
-        name=name,
-        mode="grid",
-        sweep=sweep.model_dump(mode="json"),
-        backend=backend,
-        host=socket.gethostname() if backend == "local" else "",
+    return replace(
+        plan,
         site=chosen_site,
         argv=tuple(argv),
-        created=now,
-        unit="",
-        baseline=None,
-        base_batch=None,
-        base_learning_rate=None,
-        placeholders=placeholders,
-        shapes=shapes,
-        points=points,
-        blocks=tuple((first, first + 1) for first in range(0, 2 * count, 2)),
-        estimate=SweepEstimate(
-            len(points),
-            *(
-                sum(getattr(shape, unit) * shape.seconds for shape in hours) / 3600
-                for unit in ("nodes", "cores", "gpus")
-            ),
-        ),
         notes=tuple(f"changed: {one.reason}" for one in chosen.made),
         trial=Trial(
             run=label,
@@ -161,6 +108,75 @@ def make_trial(
             touches_accuracy=chosen.touches_accuracy,
             expected_seconds=_expected(facts, seconds),
             whole_seconds=facts.elapsed_seconds if facts.state == "COMPLETED" else None,
+        ),
+    )
+
+
+def plan_of_jobs(
+    jobs: Mapping[str, Job],
+    *,
+    name: str,
+    base: Path,
+    metric: str,
+    repeats: int = 1,
+    seed: str | None = None,
+    backend: str = "",
+    now: float = 0.0,
+) -> SweepPlan:
+    """Return the plan of a sweep of two jobs.
+
+    Args:
+        jobs: by the values of the axis.
+        name: of the sweep.
+        base: the job file of the first.
+        metric: the figure that ranks the jobs: `samples_per_second` or `total_seconds`.
+        repeats: runs of each.
+        seed: the argument of the program that is its random seed, if both jobs have it.
+        backend: `slurm` or `local`.
+        now: seconds since the epoch.
+    """
+    sweep = make_sweep(
+        {
+            "base": str(base),
+            "mode": "grid",
+            "axes": {JOB_AXIS: [*jobs]},
+            "repeats": repeats,
+            "seeds": {"argument": seed} if seed else {},
+            "budget": {"parallel": 1},
+            "search": {
+                "metric": metric,
+                "direction": "maximize" if metric == "samples_per_second" else "minimize",
+            },
+        },
+        base,
+    )
+    shapes = tuple(_shape(number, *pair) for number, pair in enumerate(jobs.items()))
+    points = tuple(_points([*jobs], repeats, seeded=bool(seed)))
+    hours = [shapes[point.shape] for point in points]
+    return SweepPlan(
+        id=new_id(name, now=now),
+        name=name,
+        mode="grid",
+        sweep=sweep.model_dump(mode="json"),
+        backend=backend,
+        host=socket.gethostname() if backend == "local" else "",
+        site="",
+        argv=(),
+        created=now,
+        unit="",
+        baseline=None,
+        base_batch=None,
+        base_learning_rate=None,
+        placeholders={"seed": "seed"} if seed else {},
+        shapes=shapes,
+        points=points,
+        blocks=tuple((first, first + 1) for first in range(0, 2 * repeats, 2)),
+        estimate=SweepEstimate(
+            len(points),
+            *(
+                sum(getattr(shape, unit) * shape.seconds for shape in hours) / 3600
+                for unit in ("nodes", "cores", "gpus")
+            ),
         ),
     )
 
@@ -175,7 +191,7 @@ def _single(job: Job, index: int | None) -> Job:
 def _shortened(job: Job, facts: Facts, seconds: float) -> Job:
     if not seconds:
         return job
-    needed = int(2 * _setup(facts.phases) + seconds + _SPARE_SECONDS)
+    needed = int(2 * setup_seconds(facts.phases) + seconds + _SPARE_SECONDS)
     if needed >= job.resources.time:
         return job
     return replace(job, resources=replace(job.resources, time=needed))
@@ -192,7 +208,7 @@ def _shape(number: int, name: str, job: Job) -> Shape:
     ranks = resources.nodes * resources.ranks
     return Shape(
         number=number,
-        fixed={_AXIS: name},
+        fixed={JOB_AXIS: name},
         job=job,
         nodes=resources.nodes,
         ranks=ranks,
@@ -202,7 +218,7 @@ def _shape(number: int, name: str, job: Job) -> Shape:
     )
 
 
-def _points(count: int, *, seeded: bool) -> Iterator[Point]:
+def _points(names: Sequence[str], count: int, *, seeded: bool) -> Iterator[Point]:
     """Yield both runs of each repeat; their order alternates, so that a drift favours neither."""
     for repeat in range(count):
         for place in (0, 1):
@@ -210,21 +226,17 @@ def _points(count: int, *, seeded: bool) -> Iterator[Point]:
             yield Point(
                 number=2 * repeat + place,
                 shape=shape,
-                values={_AXIS: _NAMES[shape]},
+                values={JOB_AXIS: names[shape]},
                 repeat=repeat,
                 seed=repeat + 1,
                 variables={"seed": str(repeat + 1)} if seeded else {},
             )
 
 
-def _setup(phases: Mapping[str, float]) -> float:
-    return sum(phases.get(name, 0.0) for name in _SETUP)
-
-
 def _expected(facts: Facts, seconds: float) -> float | None:
     if facts.elapsed_seconds is None:
         return None
-    short = _setup(facts.phases) + facts.phases.get("end", 0.0) + seconds
+    short = setup_seconds(facts.phases) + facts.phases.get("end", 0.0) + seconds
     return min(facts.elapsed_seconds, short) if seconds else facts.elapsed_seconds
 
 
@@ -253,46 +265,6 @@ def _trial(plan: SweepPlan) -> Trial:
     return plan.trial
 
 
-def outcome(plan: SweepPlan, rows: Sequence[PointRow]) -> TrialOutcome:
-    """Return what a trial showed so far."""
-    points = {point.number: point for point in plan.points}
-    last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
-    usable: dict[str, dict[int, PointRow]] = {name: {} for name in _NAMES}
-    failed: dict[str, tuple[int, str]] = {}
-    for number, row in last.items():
-        name = str(points[number].values[_AXIS])
-        if row.state in _USABLE and row.total_seconds:
-            usable[name][points[number].repeat] = row
-        elif row.over and row.state != "EXCLUDED":
-            text = f"{row.state}, {row.reason}" if row.reason else row.state
-            failed[name] = failed.get(name, (0, ""))[0] + 1, f"{text} ({row.run})"
-    repeats = sorted(usable[_BEFORE].keys() & usable[_AFTER].keys())
-    pairs = [(usable[_BEFORE][repeat], usable[_AFTER][repeat]) for repeat in repeats]
-    runs = [row for pair in pairs for row in pair]
-    whole = not any(row.state == "PRUNED" or _STOPPED in row.reason for row in runs)
-    # Stopped runs differ in how long they ran, so their total times mean nothing; their rates
-    # still compare.
-    if not whole:
-        pairs = [pair for pair in pairs if all(row.samples_per_second for row in pair)]
-    times = [
-        tuple(
-            (row.total_seconds or math.nan) if whole else 1 / (row.samples_per_second or math.nan)
-            for row in pair
-        )
-        for pair in pairs
-    ]
-    return TrialOutcome(
-        planned=plan.spec.count,
-        pairs=len(pairs),
-        speedup=speedup(*zip(*times, strict=True), paired=True) if times else None,
-        whole=whole,
-        medians=dict(_medians(pairs)),
-        accuracy_name=accuracy_text({row.accuracy_name for row in runs}),
-        failed=failed,
-        unfinished=any(not row.over for row in last.values()) or len(last) < len(points),
-    )
-
-
 _STOPPED = "stopped after"
 
 
@@ -301,95 +273,6 @@ def stopped_reason(plan: SweepPlan) -> str:
     return f"{_STOPPED} {seconds_text(_trial(plan).seconds)} of training"
 
 
-def _medians(
-    pairs: Sequence[tuple[PointRow, PointRow]],
-) -> Iterator[tuple[str, tuple[float, float]]]:
-    for name in ("samples_per_second", "data_wait_ratio", "setup_seconds", "accuracy"):
-        both = [
-            [_setup(row.phases) if name == "setup_seconds" else getattr(row, name) for row in rows]
-            for rows in zip(*pairs, strict=True)
-        ]
-        if both and all(value is not None for values in both for value in values):
-            yield name, (median(both[0]), median(both[1]))
-
-
-def sentences(plan: SweepPlan, rows: Sequence[PointRow]) -> list[str]:
-    """Return the answer of a trial: the speed in the first sentence, then what else changed."""
-    found, trial = outcome(plan, rows), _trial(plan)
-    lines = []
-    if found.speedup is None:
-        lines.append(
-            "No pair of runs can be compared yet."
-            if found.unfinished
-            else "No pair of runs can be compared."
-        )
-    else:
-        lines.append(f"{_speed_text(found.speedup, found)}{_waits(found)}.")
-    lines += [
-        f"Of the {name} job {counted(count, 'run')} cannot be compared: {why}."
-        for name, (count, why) in found.failed.items()
-    ]
-    if found.unfinished and found.pairs:
-        lines.append(f"{found.pairs} of {found.planned} pairs are done.")
-    lines += _whole_run(found, trial)
-    if trial.touches_accuracy and found.pairs:
-        lines.append(_accuracy(found))
-    return lines
-
-
-def _speed_text(speed: Speedup, found: TrialOutcome) -> str:
-    """Return how much faster the changed job is, such as `18% faster [15, 21] (6 pairs)`."""
-    pairs = counted(found.pairs, "pair")
-    ends, sign = speed.interval, 1 if speed.value >= 1 else -1
-    values = [speed.value] if ends is None else [speed.value, ends.low, ends.high]
-    unit = " times as fast"
-    if speed.value < _TIMES:
-        unit = "% faster" if sign > 0 else "% slower"
-        values = [100 * sign * (value - 1) for value in values]
-    digits = 0 if max(map(abs, values)) >= 10 else 1  # noqa: PLR2004 - two digits are enough
-    value, *bounds = [f"{value:.{digits}f}" for value in values]
-    if ends is None:
-        verb = "is" if found.pairs == 1 else "are"
-        few = f"{pairs} {verb} not enough to exclude noise, {MIN_REPEATS} are"
-        return f"The changed job was {value}{unit}, but {few}"
-    bounds = bounds[::sign] if speed.value < _TIMES else bounds
-    text = f"{value}{unit} [{', '.join(bounds)}] ({pairs})"
-    if not speed.distinguishable:
-        return f"Not distinguishable: the changed job is {text}"
-    return f"The changed job is {text}"
-
-
-def _waits(found: TrialOutcome) -> str:
-    if "data_wait_ratio" not in found.medians:
-        return ""
-    before, after = found.medians["data_wait_ratio"]
-    return f", waiting for data {before:.0%} -> {after:.0%}"
-
-
-def _whole_run(found: TrialOutcome, trial: Trial) -> Iterator[str]:
-    if found.speedup is None:
-        return
-    if "samples_per_second" in found.medians:
-        before, after = found.medians["samples_per_second"]
-        yield f"Samples per second: {before:.4g} -> {after:.4g}."
-    before, after = found.medians.get("setup_seconds", (0.0, 0.0))
-    if found.whole or abs(after - before) < _SMALL_SECONDS:
-        return
-    text = f"Until the training begins it takes {before:.0f} -> {after:.0f} s"
-    took = trial.whole_seconds
-    if took and took > before:
-        # The start-up changes by seconds, the rest of the run by a factor.
-        share = took / (after + (took - before) / found.speedup.value) - 1
-        word = "faster" if share >= 0 else "slower"
-        text += f", so all of {trial.run} would be {abs(share):.0%} {word}"
-    yield f"{text}."
-
-
-def _accuracy(found: TrialOutcome) -> str:
-    if found.whole and "accuracy" in found.medians:
-        before, after = found.medians["accuracy"]
-        name = found.accuracy_name
-        return f"{name[:1].upper()}{name[1:]}: {before:.4f} -> {after:.4f}."
-    if found.whole:
-        return "The change can alter the accuracy, which the program does not report."
-    return "The change can alter the accuracy: `--minutes 0` compares it in whole runs."
+def is_stopped(row: PointRow) -> bool:
+    """Return whether a run was stopped before the program was done."""
+    return row.state == "PRUNED" or _STOPPED in row.reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
@@ -11,13 +13,15 @@ import jinja2
 from hpml_orchestrator.diagnosis import templates
 from hpml_orchestrator.diagnosis.templates import number
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.texts import first_few, printable
 from hpml_orchestrator.sweeps.communication import Crossover
 from hpml_orchestrator.sweeps.facts import MEASURED, NOT_ATTEMPTED, PARTS, Costs
 from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES
-from hpml_orchestrator.sweeps.statistics import Estimate
+from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
+_WIDTH = 100  # of a terminal
+_TIMES = 3.0  # from this speedup on it is given as a factor
 CONSTANT = {"strong": "batch_global", "weak": "batch_per_rank"}
 
 
@@ -31,6 +35,25 @@ def estimate_text(
     high = text(ends.high * factor) if ends and math.isfinite(ends.high) else "∞"
     interval = f" [{text(ends.low * factor)}, {high}]" if ends else ""
     return text(estimate.value * factor) + interval
+
+
+def change_text(speedup: Speedup) -> str:
+    """Return how much faster or slower a speedup is, with its interval.
+
+    >>> from hpml_orchestrator.sweeps.statistics import Interval
+    >>> change_text(Speedup(1.18, 6, Interval(1.15, 1.21, ""), 1, Estimate(1.18, 6, None)))
+    '18% faster [15, 21]'
+    """
+    ends, sign = speedup.interval, 1 if speedup.value >= 1 else -1
+    values = [speedup.value] if ends is None else [speedup.value, ends.low, ends.high]
+    unit = " times as fast"
+    if speedup.value < _TIMES:
+        unit = "% faster" if sign > 0 else "% slower"
+        values = [100 * sign * (value - 1) for value in values]
+    digits = 0 if max(map(abs, values)) >= 10 else 1  # noqa: PLR2004 - two digits are enough
+    value, *bounds = [f"{value:.{digits}f}" for value in values]
+    bounds = bounds[::sign] if speedup.value < _TIMES else bounds
+    return f"{value}{unit}" + (f" [{', '.join(bounds)}]" if bounds else "")
 
 
 def exact_text(estimate: Estimate | None) -> str:
@@ -110,13 +133,15 @@ def costs_text(costs: Costs) -> str:
 
 @cache
 def environment(form: str) -> jinja2.Environment:
-    """Return the environment of the report's templates, for `html` or `md`."""
+    """Return the environment of the report's templates, for `html`, `md` or `text`."""
     environment = templates.environment(form)
     environment.globals |= {"parts": PARTS}
     environment.filters |= {
         "attempts": attempts_text,
         "axis": axis_text,
+        "change": change_text,
         "costs": costs_text,
+        "counted": counted,
         "crossover": crossover_text,
         "missing": lambda states: ", ".join(
             f"{n} {_state_text(state)}" for state, n in states.items()
@@ -124,13 +149,30 @@ def environment(form: str) -> jinja2.Environment:
         "epochs": lambda n: "-" if n is None else "epoch" if n == 1 else f"{number(n)} epochs",
         "estimate": estimate_text,
         "exact": exact_text,
+        "filled": _filled,
         "hours": lambda hours: number(hours or None),
         "scale": scale_text,
+        "signed": "{:+.0%}".format,
         "time": lambda time: "not reached" if math.isinf(time.value) else estimate_text(time),
         "several": lambda values: first_few([value_text(value) for value in values], 4, none="-"),
         "value": value_text,
     }
     return environment
+
+
+def _filled(text: str, start: str = "") -> str:
+    """Wrap text between words: a hyphen may be part of a run's id or of an option."""
+    text, indent = printable(text), " " * len(start)
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def sentences(kind: str, **facts: object) -> tuple[str, ...]:
+    """Return the sentences of an answer: those of a macro of `answers.j2` for these facts."""
+    macro = getattr(environment("md").get_template("answers.j2").module, kind)
+    parts = re.split(r"\n\s*\n", str(macro(**facts)))
+    return tuple(text for part in parts if (text := " ".join(part.split())))
 
 
 def crossover_text(crossover: Crossover) -> str:

@@ -132,6 +132,23 @@ def test_other_executors_keep_their_parameters(
         assert effect(f"slurm_{name}", installed) == effect(f"slurm_{name}", others), name
 
 
+def test_a_site_profile_chooses_where_jobs_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for `hpml run`, even if sbatch is there."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (commands / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    (tmp_path / "work" / "hpml.toml").write_text('backend = "local"\n')
+    made = submitit.AutoExecutor(tmp_path / "logs", cluster="hpml")
+    made.update_parameters(timeout_min=5)
+    job = made.submit(pow, 2, 3)
+    assert job.result() == 8
+    assert hpml_run(job).record()["backend"] == "local"
+
+
 def hpml_run(job: submitit.Job[Any]) -> Submission:
     assert isinstance(job, HpmlJob)
     assert job.run is not None

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.cli.sweeptext import print_front
+from hpml_orchestrator.cli.sweep import print_front
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.sweeps.pages import to_html, to_markdown
 from hpml_orchestrator.sweeps.repeat import make_repeat
 from hpml_orchestrator.sweeps.report import build
+from hpml_orchestrator.sweeps.reporting import to_html, to_markdown
 from hpml_orchestrator.sweeps.table import Table
 from tests.unit.sweeps.conftest import SweepFolder
 from tests.unit.sweeps.sweep_rows import completed

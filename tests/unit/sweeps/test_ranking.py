@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hpml_orchestrator.sweeps.facts import SweepFacts
-from hpml_orchestrator.sweeps.pages import to_json, to_markdown
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.report import build
+from hpml_orchestrator.sweeps.reporting import to_json, to_markdown
 from hpml_orchestrator.sweeps.rows import PointRow
 from tests.unit.sweeps.sweep_rows import scaling
 

@@ -18,11 +18,11 @@ import pytest
 
 from hpml_orchestrator import sweep_report
 from hpml_orchestrator.records import feed
-from hpml_orchestrator.sweeps.compare import compare
-from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.pairs import compare_sweeps as compare
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
+from hpml_orchestrator.sweeps.reporting import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.rows import PointRow
 from hpml_orchestrator.sweeps.table import Table
 from tests.unit.sweeps.conftest import SweepFolder

@@ -17,7 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from hpml_orchestrator.cli.sweeptext import print_summary
+from hpml_orchestrator.cli.sweep import print_summary
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.jobfile.sweep import SEARCHES, Sweep
 from hpml_orchestrator.sweeps.plan import Point, directory_of

@@ -8,15 +8,31 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.diagnosis.comparison import compare, text, to_json
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import text as report_text
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.sweeps.reporting import to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.reporting import to_text as text
+from hpml_orchestrator.sweeps.tworuns import ComparedFigure, RunComparison
+from hpml_orchestrator.sweeps.tworuns import compare_runs as compare
 from tests.unit.diagnosis import page_examples as examples
 
+NOTHING: dict[str, Any] = {"gone": (), "new": (), "both": (), "not_judged": ()}
 STAGE = [{"name": "digits", "source": "/nfs/digits", "target": "shm"}]
+
+
+def change(row: ComparedFigure) -> str:
+    """The change of a figure, as it is printed."""
+    if row.change is None or row.first == row.second:
+        return ""
+    return "may be noise" if row.may_be_noise else f"{row.change:+.0%}"
+
+
+def verdicts(side: RunComparison) -> list[str]:
+    """The verdicts that only one of the runs has."""
+    return [*side.findings["gone"], *side.findings["new"]]
 
 
 def second(**changed: Any) -> Diagnosis:
@@ -59,17 +75,19 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     }
     assert rows["code", "commit"].second == "9c1bf00"
     waits = rows["one step, mean of the ranks", "waiting for data"]
-    assert (waits.first, waits.second, waits.change_text) == ("216 ms", "12.5 ms", "-94%")
-    assert rows["one step, mean of the ranks", "compute"].change_text == "may be noise"
-    assert rows["phases", "training"].change_text == ""  # equal
-    assert rows["phases", "rendezvous"].change_text == "may be noise"  # 3 s and 3.4 s
-    assert rows["throughput", "GPU-hours"].change_text == "-25%"
-    assert rows["run", "run time"].change_text == "-25%"
+    assert (waits.first, waits.second, change(waits)) == ("216 ms", "12.5 ms", "-94%")
+    assert change(rows["one step, mean of the ranks", "compute"]) == "may be noise"
+    assert change(rows["phases", "training"]) == ""  # equal
+    assert change(rows["phases", "rendezvous"]) == "may be noise"  # 3 s and 3.4 s
+    assert change(rows["throughput", "GPU-hours"]) == "-25%"
+    assert change(rows["run", "run time"]) == "-25%"
     accuracy = rows["quality", "test accuracy"]
-    assert (accuracy.first, accuracy.second, accuracy.change_text) == ("0.9712", "0.9689", "")
-    assert side.gone == (examples.DATA.verdict, examples.BATCH.verdict)
-    assert (side.new, side.unjudged) == ((), ())
-    assert side.both == (f"{examples.SLOW.verdict}; then: rank 3 works 12% longer than the others",)
+    assert (accuracy.first, accuracy.second, change(accuracy)) == ("0.9712", "0.9689", "")
+    assert side.findings["gone"] == (examples.DATA.verdict, examples.BATCH.verdict)
+    assert (side.findings["new"], side.findings["not_judged"]) == ((), ())
+    assert side.findings["both"] == (
+        f"{examples.SLOW.verdict}; then: rank 3 works 12% longer than the others",
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +130,7 @@ def test_runs_that_differ_otherwise_are_not_compared(changed: dict[str, Any], do
         assert not to_json(side)["comparable"]
         assert not [row for row in side.rows if row.change is not None]
         assert " ".join(text(side).split()).count(side.headline) == 1
-        assert not [*side.gone, *side.new, *side.both, *side.unjudged]
+        assert side.findings == NOTHING
     assert compare(examples.gpu_run(), second(**changed)).doubts == (doubt,)
 
 
@@ -163,15 +181,33 @@ def test_the_verdict_names_the_faster_run_if_one_run_each_can_show_it(
     caution = "differences below 5%, or of less than 1 s of the run, may be noise"
     assert caution in " ".join(text(side).split())
     for row in side.rows:
-        if row.change_text not in ("", "may be noise"):
-            assert int(row.change_text.strip("+-%")) >= 5
+        if change(row) not in ("", "may be noise"):
+            assert int(change(row).strip("+-%")) >= 5
     hours = (
         next(row for row in side.rows if row.name == "GPU-hours")
         if "GPU-hours" in text(side)
         else None
     )
     took = next((row for row in side.rows if row.name == "run time"), None)
-    assert hours is None or took is None or hours.noise == took.noise
+    assert hours is None or took is None or hours.may_be_noise == took.may_be_noise
+
+
+def test_one_run_each_is_a_sweep_of_two_settings() -> None:
+    """With the ratio of their rates, or times, and a verdict that is not known."""
+    for before, after, ratio in (
+        (examples.gpu_run(), faster(), 1.4),
+        (examples.diagnosed(**SILENT), second(**SILENT, elapsed_seconds=375.5), 2.0),
+    ):
+        side = compare(before, after)
+        [pair] = side.pairs
+        assert (pair.verdict, pair.speedup and pair.speedup.interval) == ("unknown", None)
+        assert pair.speedup
+        assert pair.speedup.value == pytest.approx(ratio)
+        assert pair.after
+        assert pair.after.runs == 1
+        assert side.costs[0].gpu_hours == pytest.approx(4 * 751 / 3600)
+    [pair] = compare(examples.gpu_run(), second(state="FAILED")).pairs
+    assert (pair.after, pair.speedup) == (None, None)
 
 
 def test_a_run_is_not_compared_with_itself() -> None:
@@ -182,14 +218,16 @@ def test_a_run_is_not_compared_with_itself() -> None:
 
 
 def test_every_form_has_all_rows() -> None:
-    """The text for a terminal and the JSON for programs."""
+    """The text for a terminal, the page, Markdown, and the JSON for programs."""
     side = compare(examples.gpu_run(), faster())
-    printed, known = text(side), dict[str, Any](to_json(side))
+    printed, known = text(side), to_json(side)
     json.dumps(known, allow_nan=False)
     assert len(known["rows"]) == len(side.rows)
     for row in side.rows:
         assert row.name in printed
-    for verdict in (*side.gone, *side.new, *side.both):
+        assert f"| {row.name} | {row.first} | {row.second} |" in to_markdown(side)
+        assert f">{row.name}</td>" in to_html(side)
+    for verdict in sum(side.findings.values(), ()):
         assert verdict in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
 
@@ -303,17 +341,17 @@ def test_a_finding_is_gone_only_if_the_other_run_was_judged(
     for side in (compare(with_it, other), compare(other, with_it)):
         printed = " ".join(text(side).split())
         if not why:
-            assert side.unjudged == ()
-            assert [*side.gone, *side.new] == [finding.verdict]
+            assert side.findings["not_judged"] == ()
+            assert verdicts(side) == [finding.verdict]
             continue
-        assert [*side.gone, *side.new] == []
-        (line,) = side.unjudged
+        assert verdicts(side) == []
+        (line,) = side.findings["not_judged"]
         assert line.startswith(
             f"something is slow in digits-3f2a; not judged in digits-9c1b: {why}"
         )
         assert f"unknown {line}" in printed
         shown: Any = to_json(side)
-        assert shown["findings"]["not_judged"] == (line,)
+        assert shown["findings"]["not_judged"] == [line]
 
 
 def test_settings_that_nobody_wrote_are_not_listed() -> None:
