@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import AllReduce, Change
 from hpml_orchestrator.diagnosis.models import predict_averaging
-from hpml_orchestrator.diagnosis.parts import duration
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import rate_text
+from hpml_orchestrator.records.texts import duration_text, rate_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
@@ -50,12 +49,12 @@ class Averaging:
     def text(self) -> str:
         """Return prediction and measurement in one sentence, without a full stop."""
         size = f"{self.gradient_bytes / _MEGABYTE:.3g} MB of gradients"
-        took = "an unknown time" if self.seconds is None else duration(self.seconds)
+        took = "an unknown time" if self.seconds is None else duration_text(self.seconds)
         what = f"{size} in {counted(self.buckets, 'bucket')} by {self.ranks} ranks take {took}"
         if self.link is None:
             return f"{what} per step; predicted: unknown (needs `hpml bench`)"
-        each = ", ".join(f"{name} {duration(took)}" for name, took in self.predicted.items())
-        link = f"latency {duration(self.link.alpha)}, "
+        each = ", ".join(f"{name} {duration_text(took)}" for name, took in self.predicted.items())
+        link = f"latency {duration_text(self.link.alpha)}, "
         link += rate_text(self.link.bandwidth, "B/s") if self.link.beta else "no limit in bandwidth"
         link += f" with {self.link.ranks} ranks, {self.origin}"
         return f"{what} per step; predicted: {each} ({link}){self._doubt()}"
@@ -115,8 +114,8 @@ def larger_buckets(facts: Facts) -> list[Change]:
     sure = f"the ring's model is {off:.0%} off this run and {found.link.residual:.0%} off the bench"
     text = (
         f"enlarge DDP's buckets to {megabytes} MiB (`bucket_cap_mb={megabytes}`): "
-        f"{counted(buckets, 'bucket')} instead of {found.buckets} save about {duration(saved)} of "
-        f"{duration(found.seconds)} per step; {sure}"
+        f"{counted(buckets, 'bucket')} instead of {found.buckets} save about "
+        f"{duration_text(saved)} of {duration_text(found.seconds)} per step; {sure}"
     )
     return [_of_argument(facts, text, megabytes)]
 

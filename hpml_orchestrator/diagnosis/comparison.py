@@ -13,7 +13,7 @@ from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged
 from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
 from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.texts import printable
+from hpml_orchestrator.records.texts import duration_text, printable
 
 NOISE = 0.05
 """Smaller differences between one run each may be noise: the same limit as for sibling nodes."""
@@ -248,10 +248,10 @@ def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterato
     is_short = abs(times[0] - times[1]) < NOISE_SECONDS
     tables: tuple[tuple[str, Callable[[Facts], Mapping[str, float]], Callable[[float], str]], ...]
     tables = (
-        ("run", _whole, parts.duration),
-        ("phases", lambda facts: facts.phases, parts.duration),
-        (_STEP, _step, parts.duration),
-        ("between the steps", _between, parts.duration),
+        ("run", _whole, duration_text),
+        ("phases", lambda facts: facts.phases, duration_text),
+        (_STEP, _step, duration_text),
+        ("between the steps", _between, duration_text),
         ("throughput", _throughput, lambda value: f"{value:,.4g}"),
         (QUALITY, lambda facts: facts.accuracy, lambda value: f"{value:.4g}"),
     )

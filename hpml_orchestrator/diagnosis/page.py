@@ -13,7 +13,6 @@ from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.averaging import averaging
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
-from hpml_orchestrator.diagnosis.templates import environment, number, percent
 from hpml_orchestrator.diagnosis.wording import (
     change_text,
     cost_text,
@@ -21,8 +20,9 @@ from hpml_orchestrator.diagnosis.wording import (
     gain_text,
     status_line,
 )
+from hpml_orchestrator.document.templates import environment, number, percent
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
+from hpml_orchestrator.records.texts import duration_text, human_bytes, rate_text, seconds_text
 
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "preparation": 1,
@@ -136,7 +136,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
                     _COLOURS.get(name, 10),
                     round(here, 3),
                     round(share, 3),
-                    parts.duration(value),
+                    duration_text(value),
                     percent(value / total),
                 )
             )
@@ -164,7 +164,7 @@ def _time(facts: Facts) -> dict[str, object]:
         if training and all(getattr(rank, field) is None for rank in facts.ranks)
     ]
     return {
-        "queue": parts.duration(facts.phases["queue"]) if facts.phases.get("queue") else "",
+        "queue": duration_text(facts.phases["queue"]) if facts.phases.get("queue") else "",
         "phases": first,
         "zoom": zoom if training else (),
         "training": _pieces(training),
@@ -203,8 +203,8 @@ def _ranks(facts: Facts) -> dict[str, object] | None:
                 "label": f"rank {rank.rank}",
                 "node": rank.node,
                 "pieces": _pieces(inside, longest),
-                "total": parts.duration(sum(inside.values())),
-                "worked": parts.duration(worked),
+                "total": duration_text(sum(inside.values())),
+                "worked": duration_text(worked),
             }
             for rank, inside, worked in shown
         ],
@@ -218,8 +218,8 @@ def _ranks(facts: Facts) -> dict[str, object] | None:
             {
                 "rank": rank.rank,
                 "node": rank.node,
-                **{name: parts.duration(value) for name, value in inside.items()},
-                "whole": parts.duration(sum(inside.values())),
+                **{name: duration_text(value) for name, value in inside.items()},
+                "whole": duration_text(sum(inside.values())),
                 "samples": number(rank.samples),
                 "bound as planned": {True: "yes", False: "no", None: ""}[rank.bound_as_planned],
             }

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from hpml_orchestrator.diagnosis.model import RankFacts
-from hpml_orchestrator.records.texts import seconds_text
 
 COMPUTE = "compute"
 PARTS = {
@@ -20,7 +19,6 @@ PARTS = {
 """The parts by the field of `RankFacts`; `compute` is what remains of the steps."""
 BETWEEN_STEPS = ("saving", "evaluation")
 SAMPLED = ("wait_seconds", "comm_seconds")  # measured in few steps
-_MINUTE = 60
 
 
 def rank_parts(rank: RankFacts) -> dict[str, float]:
@@ -86,14 +84,3 @@ def samples_per_second(ranks: Sequence[RankFacts]) -> float | None:
     ]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with three digits below a minute.
-
-    >>> duration(0.0123), duration(5.6), duration(75)
-    ('12.3 ms', '5.6 s', '1:15')
-    """
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < _MINUTE else seconds_text(seconds)
