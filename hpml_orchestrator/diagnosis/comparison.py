@@ -9,9 +9,10 @@ from statistics import fmean
 from hpml_orchestrator.diagnosis import comparable, parts
 from hpml_orchestrator.diagnosis.comparable import only_words, value_text
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
+from hpml_orchestrator.diagnosis.report import status_line
 from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged
 from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
-from hpml_orchestrator.diagnosis.wording import field_lines, status_line
+from hpml_orchestrator.document.text import field_lines
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import duration_text, printable
 
@@ -307,8 +308,8 @@ def _throughput(facts: Facts) -> dict[str, float]:
 def text(comparison: RunComparison) -> str:
     """Return the comparison for a terminal."""
     lines = [
-        f"{'first':<10}{status_line(comparison.first)}",
-        f"{'second':<10}{status_line(comparison.second)}",
+        f"{'first':<10}{status_line(comparison.first.facts)}",
+        f"{'second':<10}{status_line(comparison.second.facts)}",
         *field_lines("verdict", comparison.headline),
         *field_lines("", comparison.caution),
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import jinja2
 from markupsafe import Markup, escape
@@ -13,10 +14,12 @@ from markupsafe import Markup, escape
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.document.model import Bar, Bars, Block, Details, Document, Section
 from hpml_orchestrator.document.text import columns_of
-from hpml_orchestrator.records.texts import duration_text
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import duration_text, human_bytes, rate_text, seconds_text
 
 _COLOURS = 11  # that style.css has, --c1 to --c11; further names have the same ones, hatched
 _MOST_TICKS = 8
+_WHOLE = 1000  # from here on figures have no decimals
 _TICKS = [
     *(digit * 10.0**power for power in range(-6, 1) for digit in (1, 2, 5)),
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400),
@@ -45,6 +48,23 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+@cache
+def sentences(template: str) -> Callable[..., str]:
+    """Return a function that words a sentence: a macro of the template, with its arguments."""
+    module = environment("md").get_template(template).module
+
+    def word(macro: str, *arguments: object) -> str:
+        return str(getattr(module, macro)(*arguments)).strip()
+
+    return word
+
+
+def drawing(template: str, **figures: object) -> str:
+    """Return the SVG of a template."""
+    return environment("html").get_template(template).render(figures)
+
+
+@cache
 def environment(form: str) -> jinja2.Environment:
     """Return the environment of the reports' templates, for `html` or `md`."""
     environment = jinja2.Environment(
@@ -58,13 +78,18 @@ def environment(form: str) -> jinja2.Environment:
     environment.globals |= {"format": form, "columns": columns_of}
     environment.filters |= {
         "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
+        "counted": counted,
         "duration": duration_text,
-        "code": _inline,
+        "figure": lambda value: f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.3g}",
+        "bytes": human_bytes,
         "inline": _inline,
         "kind": lambda block: type(block).__name__,
         "number": number,
         "percent": percent,
         "placed": _placed,
+        "rate": rate_text,
+        "seconds": seconds_text,
+        "yaml": _yaml,
         "pretty": lambda value: json.dumps(value, indent=2, default=str),
         "sentence": lambda text: text[:1].upper() + text[1:],
         "ticks": _ticks,
@@ -127,3 +152,11 @@ def _ticks(longest: float) -> list[tuple[float, float]]:
     step = next((one for one in _TICKS if longest / one < _MOST_TICKS), days)
     count = int(longest / step)
     return [(place * step, round(100 * place * step / longest, 3)) for place in range(count + 1)]
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_yaml(one) for one in value)}]"
+    return str(value)

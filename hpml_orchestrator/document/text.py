@@ -42,8 +42,8 @@ def terminal(document: Document, *, width: int = 100, lines: int = 40) -> str:
         width: columns.
         lines: the most that are printed.
     """
-    printed = _field("run", document.about, width) if document.about else []
-    printed += _field("verdict", document.headline, width)
+    printed = field_lines("run", document.about, width) if document.about else []
+    printed += field_lines("verdict", document.headline, width)
     blocks = list(_flat(document.blocks))
     fixed = {
         place: list(_terminal_lines(name, block, width))
@@ -80,15 +80,18 @@ def _flat(blocks: Sequence[Block]) -> Iterator[tuple[str, Block]]:
 
 def _terminal_lines(name: str, block: Block, width: int) -> Iterator[str]:
     if isinstance(block, Paragraph) and not block.is_note:
-        yield from _field(name, block.text, width) if name else _wrap(block.text, width)
+        yield from field_lines(name, block.text, width) if name else _wrap(block.text, width)
     elif isinstance(block, Items):
-        yield from _field(name, "; ".join(block.items), width)
+        yield from field_lines(name, "; ".join(block.items), width)
     elif isinstance(block, NamedValues):
         for label, value in block.pairs:
-            yield from _field(label, value, width)
+            yield from field_lines(label, value, width)
 
 
-def _field(name: str, value: str | Sequence[str], width: int, margin: int = 0) -> list[str]:
+def field_lines(
+    name: str, value: str | Sequence[str], width: int = 100, *, margin: int = 0
+) -> list[str]:
+    """Return a named value, indented by `margin` and wrapped at `width` columns."""
     lines = [value] if isinstance(value, str) else value
     wrapped = [part for line in lines for part in _wrap(line, width - _INDENT - margin)]
     return [
@@ -108,10 +111,10 @@ def _judgements(block: Judgements, width: int, room: int) -> list[str]:
     for place, one in enumerate(block.judgements):
         wanted = [*_judgement(place + 1, one, width), ""]
         others = [other.title for other in block.judgements[place + 1 :]]
-        also = _field("also", "; ".join(others), width) if others else []
+        also = field_lines("also", "; ".join(others), width) if others else []
         is_full = place and len(lines) + len(wanted) + len(also) > room
         if is_full or place == block.most:
-            return lines + _field("also", "; ".join([one.title, *others]), width)
+            return lines + field_lines("also", "; ".join([one.title, *others]), width)
         lines += wanted
     return lines
 
@@ -127,7 +130,7 @@ def _judgement(number: int, one: Judgement, width: int) -> list[str]:
     for block in one.blocks:
         if isinstance(block, NamedValues):
             for name, value in block.pairs:
-                lines += _field(name, value, width, _MARGIN)
+                lines += field_lines(name, value, width, margin=_MARGIN)
         else:
             texts = [block.text] if isinstance(block, Paragraph) else block.items
             lines += [f"{'':{_MARGIN}}{part}" for text in texts for part in _wrap(text, inner)]

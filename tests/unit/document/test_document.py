@@ -120,7 +120,7 @@ def test_a_name_has_one_colour_in_all_bars() -> None:
         ("3", "compute", "30 s"),
         ("1", "start", "10 s"),
     ]
-    assert '<polygon points="10.0,0 100.0,0 100,10 0,10"/>' in text
+    assert '<polygon class="k2" points="10.0,0 100.0,0 100,10 0,10"/>' in text
     assert ">40 s</text>" in text
     assert "<i>total</i> <b>50 s</b>" in text
 
