@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis import shares
 from hpml_orchestrator.diagnosis.model import Facts
 from hpml_orchestrator.records.texts import first_few, human_bytes
 
@@ -44,7 +44,7 @@ def doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"different {what}: {value_text(values[0])} and {value_text(values[1])}"
     # One run with counters and one without would make every share of a step look new.
     for facts, other in ((first, second), (second, first)):
-        if parts.mean_parts(facts.ranks) and not parts.mean_parts(other.ranks):
+        if shares.mean_parts(facts.ranks) and not shares.mean_parts(other.ranks):
             yield f"only {facts.run} reports its steps"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpml_orchestrator.diagnosis import comparable, parts
+from hpml_orchestrator.diagnosis import comparable, shares
 from hpml_orchestrator.diagnosis.comparable import only_words, value_text
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
 from hpml_orchestrator.diagnosis.report import status_line
@@ -115,7 +115,7 @@ def compare(first: Diagnosis, second: Diagnosis) -> RunComparison:
     if one.run == other.run:
         raise InputError("name two different runs", field="RUN", value=one.run)
     doubts, differences = [*comparable.doubts(one, other)], (*comparable.differences(one, other),)
-    rated = all(parts.samples_per_second(facts.ranks) for facts in (one, other))
+    rated = all(shares.samples_per_second(facts.ranks) for facts in (one, other))
     if doubts or not rated:  # without rates only times are known, and they are of different work
         doubts += differences
     # groups and names of rows whose change in percent compares the same work
@@ -280,22 +280,22 @@ def _whole(facts: Facts) -> dict[str, float]:
 
 def _step(facts: Facts) -> dict[str, float]:
     steps = [rank.steps for rank in facts.ranks if rank.steps]
-    mean = parts.mean_parts(facts.ranks)
+    mean = shares.mean_parts(facts.ranks)
     return {
         name: seconds / fmean(steps)
         for name, seconds in mean.items()
-        if steps and name not in parts.BETWEEN_STEPS
+        if steps and name not in shares.BETWEEN_STEPS
     }
 
 
 def _between(facts: Facts) -> dict[str, float]:
-    mean = parts.mean_parts(facts.ranks)
-    return {name: mean[name] for name in parts.BETWEEN_STEPS if name in mean}
+    mean = shares.mean_parts(facts.ranks)
+    return {name: mean[name] for name in shares.BETWEEN_STEPS if name in mean}
 
 
 def _throughput(facts: Facts) -> dict[str, float]:
     figures = {}
-    if rate := parts.samples_per_second(facts.ranks):
+    if rate := shares.samples_per_second(facts.ranks):
         figures[_RATE] = rate
     if spent := hours(facts):
         figures[hours_unit(facts)] = spent

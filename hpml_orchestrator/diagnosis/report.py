@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from statistics import fmean
 
-from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis import shares
 from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.averaging import averaging
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts, RankFacts
@@ -145,9 +145,9 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     if facts.elapsed_seconds is not None:
         limit = _say("limit", facts.limit_seconds)
         tiles.append(("run time", seconds_text(facts.elapsed_seconds), limit))
-    if rate := parts.samples_per_second(facts.ranks):
+    if rate := shares.samples_per_second(facts.ranks):
         tiles.append(("throughput", f"{number(rate)}/s", "samples, all ranks, within steps"))
-    if (share := parts.step_shares(facts.ranks).get(parts.COMPUTE)) is not None:
+    if (share := shares.step_shares(facts.ranks).get(shares.COMPUTE)) is not None:
         tiles.append(("compute", percent(share), "of the steps"))
     if roof := roofline(facts):
         tiles.append(
@@ -206,7 +206,7 @@ def _changes(finding: Finding) -> list[str]:
 def _time(facts: Facts) -> Iterator[Section]:
     """Yield the bars of the phases without the queue, and of the training."""
     phases = {name: value for name, value in facts.phases.items() if value > 0 and name != "queue"}
-    training = parts.mean_parts(facts.ranks)
+    training = shares.mean_parts(facts.ranks)
     trained, stepped = phases.get("training", 0.0), sum(training.values())
     if training and trained - stepped > _SMALL_SHARE * trained:  # else it is rounding
         training["outside of steps"] = trained - stepped
@@ -221,9 +221,9 @@ def _time(facts: Facts) -> Iterator[Section]:
         blocks.append(Bars("Training", [bar], "mean of the ranks", part_of))
     missing = [
         name
-        for field, name in parts.PARTS.items()
+        for field, name in shares.PARTS.items()
         if (field != "transfer_seconds" or facts.gpu_count)
-        and (field not in parts.SAMPLED or facts.world_size > 1)
+        and (field not in shares.SAMPLED or facts.world_size > 1)
         and all(getattr(rank, field) is None for rank in facts.ranks)
     ]
     if training and missing:
@@ -247,7 +247,7 @@ def _profile(profile: TraceProfile) -> Iterator[Section]:
 
 def _ranks(facts: Facts) -> Iterator[Section]:
     """Yield a bar for each rank; of many, those that work longest and shortest."""
-    known = [rank for rank in facts.ranks if parts.rank_parts(rank)]
+    known = [rank for rank in facts.ranks if shares.rank_parts(rank)]
     if not known:
         return
     per_step = all(rank.steps for rank in known)
@@ -259,7 +259,7 @@ def _ranks(facts: Facts) -> Iterator[Section]:
     shown = rows[:_ENDS] + rows[-_ENDS:] if hidden else rows
     worked = [worked for *_, worked in rows]
     share = imbalance(worked) if max(worked) else 0.0
-    waits = all(parts.own_seconds(rank) is not None for rank in known)
+    waits = all(shares.own_seconds(rank) is not None for rank in known)
     unit = "step" if per_step else "run"
     bars = Bars(
         "Mean time of one step" if per_step else "Time of all steps",
@@ -294,10 +294,10 @@ def _spent(rank: RankFacts, *, per_step: bool) -> tuple[dict[str, float], float]
     count = (rank.steps or 1) if per_step else 1
     inside = {
         name: value / count
-        for name, value in parts.rank_parts(rank).items()
-        if name not in parts.BETWEEN_STEPS
+        for name, value in shares.rank_parts(rank).items()
+        if name not in shares.BETWEEN_STEPS
     }
-    own = parts.own_seconds(rank)
+    own = shares.own_seconds(rank)
     return inside, sum(inside.values()) if own is None else own / count
 
 

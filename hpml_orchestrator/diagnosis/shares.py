@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.model import Change, Finding
-from hpml_orchestrator.diagnosis.parts import SAMPLED, fits
+from hpml_orchestrator.diagnosis.model import Change, Finding, RankFacts
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
@@ -17,10 +18,91 @@ from hpml_orchestrator.diagnosis.thresholds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
+    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level
     from hpml_orchestrator.records.job import Job
+
+# What the time of a run consists of: its phases, and the parts of its steps on each rank.
+
+COMPUTE = "compute"
+PARTS = {
+    "data_wait_seconds": "waiting for data",
+    "transfer_seconds": "host to device",
+    "wait_seconds": "waiting for slower ranks",
+    "comm_seconds": "communication",
+    "save_seconds": "saving",
+    "evaluation_seconds": "evaluation",
+}
+"""The parts by the field of `RankFacts`; `compute` is what remains of the steps."""
+BETWEEN_STEPS = ("saving", "evaluation")
+SAMPLED = ("wait_seconds", "comm_seconds")  # measured in few steps
+
+
+def rank_parts(rank: RankFacts) -> dict[str, float]:
+    """Return the seconds of a rank by part, without the unknown ones; empty without any steps."""
+    if not rank.step_seconds:
+        return {}
+    known = {
+        name: value
+        for field, name in PARTS.items()
+        if (value := getattr(rank, field)) is not None and (field not in SAMPLED or fits(rank))
+    }
+    inside = sum(value for name, value in known.items() if name not in BETWEEN_STEPS)
+    return {COMPUTE: max(0.0, rank.step_seconds - inside), **known}
+
+
+def fits(rank: RankFacts) -> bool:
+    """Whether the waiting of a rank fits into its steps.
+
+    It is measured in few of them: a stall in one can stand for more than all steps.
+    """
+    return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
+
+
+def step_shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return the parts of a step by name, as shares of its time: means of the ranks.
+
+    Every report of a step's parts takes its figures from here.
+    """
+    shares: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, seconds in rank_parts(rank).items():
+            if name not in BETWEEN_STEPS:
+                shares.setdefault(name, []).append(min(1.0, seconds / (rank.step_seconds or 1.0)))
+    return {name: fmean(shares[name]) for name in (*PARTS.values(), COMPUTE) if name in shares}
+
+
+def own_seconds(rank: RankFacts) -> float | None:
+    """Return the seconds of a rank's steps without its waiting for others; None if unknown.
+
+    In data-parallel training all ranks' steps take equally long: the slow rank works while the
+    others wait.
+    """
+    if rank.step_seconds is None or rank.wait_seconds is None:
+        return None
+    return max(0.0, rank.step_seconds - rank.wait_seconds)
+
+
+def mean_parts(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return the mean seconds by part, over the ranks that report it."""
+    parts: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, seconds in rank_parts(rank).items():
+            parts.setdefault(name, []).append(seconds)
+    ordered = [COMPUTE, *PARTS.values()]
+    return {name: fmean(parts[name]) for name in ordered if name in parts}
+
+
+def samples_per_second(ranks: Sequence[RankFacts]) -> float | None:
+    """Return the samples/s of all ranks together, within their steps; None if one is unknown."""
+    rates = [
+        rank.samples / rank.step_seconds if rank.samples and rank.step_seconds else None
+        for rank in ranks
+    ]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
 
 _SHOWN = 4
 _MOST = 0.5  # of a training; while more is uncounted, shares of the steps accuse nobody
@@ -275,3 +357,68 @@ def exclude(job: Job, nodes: Sequence[str], *, faulty: bool = True) -> list[Chan
         Change(f"leave out {where} until it is repaired", "resources.extra", value),
         Change(f"report {where} to the administrators, with the lines above"),
     ]
+
+
+# How many more resources of a node a job may request, if the size of the node is known.
+
+_WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
+BUSY = 0.9  # from this share on the CPUs have no time left
+
+
+def cpus_busy(facts: Facts) -> float | None:
+    """Return the share of the CPUs that were busy; None if it is not known."""
+    known = busy_cpus(facts)
+    return known[0] / known[1] if known else None
+
+
+def cpus_per_rank(facts: Facts) -> int:
+    """Return how many CPUs the job asked for, for each rank."""
+    return facts.job.resources.cpus_per_rank
+
+
+def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
+    """Return the argument with the number of loader workers: its index, `--workers=`, the number.
+
+    The second is empty if the number is an argument of its own.
+    """
+    args = facts.job.args
+    for index, word in enumerate(args):
+        if match := _WORKERS.fullmatch(word):
+            value = match[2] or "".join(args[index + 1 : index + 2])
+            if value.isdecimal():
+                is_joined = match[2] is not None
+                return index + (not is_joined), f"{match[1]}=" * is_joined, int(value)
+    return None
+
+
+def more_cpus(facts: Facts, wanted: int) -> int | None:
+    """Return the CPUs per rank to ask for: what is wanted, or less if a node has no more.
+
+    None: a node has no more than the job has already, or the size of the nodes is not known.
+    """
+    ranks = math.ceil(facts.world_size / max(1, facts.node_count)) or 1
+    # Slurm refuses a request that no node can meet, so advice stays within the smallest node.
+    most = min(wanted, (facts.node_cpus or 0) // ranks)
+    return most if most > cpus_per_rank(facts) else None
+
+
+def fits_in_ram(facts: Facts, size_bytes: float, own_bytes: float | None) -> bool | None:
+    """Return whether data and the job fit into the memory of the nodes; None if unknown.
+
+    Data in /dev/shm counts as memory of the job, so it is added to the requested memory. If the
+    job requests no memory, only its monitor may know the limit.
+
+    Args:
+        facts: of the run.
+        size_bytes: of the data, on each node.
+        own_bytes: what the job asks for itself; None: nothing.
+    """
+    if own_bytes is not None:
+        known = facts.node_memory_bytes
+        return None if known is None else own_bytes + size_bytes <= known
+    limits = [
+        (node.memory_peak_bytes, node.memory_limit_bytes)
+        for node in facts.nodes
+        if node.memory_peak_bytes and node.memory_limit_bytes
+    ]
+    return all(peak + size_bytes <= limit for peak, limit in limits) if limits else None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import BUSY
 from hpml_orchestrator.diagnosis.data import reading
 from hpml_orchestrator.diagnosis.gpu import cpu_bound, used_gpus
 from hpml_orchestrator.diagnosis.model import Finding
-from hpml_orchestrator.diagnosis.shares import busy_cpus
+from hpml_orchestrator.diagnosis.shares import BUSY, busy_cpus
 from hpml_orchestrator.diagnosis.thresholds import SHORT_SECONDS, THRESHOLDS
 
 if TYPE_CHECKING:

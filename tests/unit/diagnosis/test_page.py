@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis import shares
 from hpml_orchestrator.diagnosis.model import Diagnosis, Finding, Peaks, RankFacts
 from hpml_orchestrator.diagnosis.report import Report
 from tests.unit.diagnosis import page_examples as examples
@@ -108,7 +108,7 @@ def test_every_counter_of_a_rank_has_a_place() -> None:
         "loader_cpu_seconds",
         "python_cpu_seconds",
         "other_seconds",  # the script may count them in its steps, too
-    } == set(parts.PARTS)
+    } == set(shares.PARTS)
 
 
 def pieces(text: str, label: str) -> dict[str, float]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.diagnosis.parts import mean_parts
 from hpml_orchestrator.diagnosis.report import Report
+from hpml_orchestrator.diagnosis.shares import mean_parts
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
