@@ -94,7 +94,7 @@ exit 1
 _BOOT = (
     "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
     "import hpml_orchestrator; del sys.path[0]; "
-    "from hpml_orchestrator.scheduler.local.supervisor import main; main(*sys.argv[1:])"
+    "from hpml_orchestrator.scheduler.local.jobs import main; main(*sys.argv[1:])"
 )
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
