@@ -15,7 +15,16 @@ from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.document.model import Bar, Bars, Block, Details, Document, Section
 from hpml_orchestrator.document.text import columns_of
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import duration_text, human_bytes, rate_text, seconds_text
+from hpml_orchestrator.records.texts import (
+    clock_text,
+    duration_text,
+    elapsed_text,
+    exact_bytes,
+    human_bytes,
+    rate_text,
+    seconds_text,
+    zoned_text,
+)
 
 _COLOURS = 11  # that style.css has, --c1 to --c11; further names have the same ones, hatched
 _MOST_TICKS = 8
@@ -78,8 +87,11 @@ def environment(form: str) -> jinja2.Environment:
     environment.globals |= {"format": form, "columns": columns_of}
     environment.filters |= {
         "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
+        "clock": clock_text,
         "counted": counted,
         "duration": duration_text,
+        "elapsed": lambda started: elapsed_text(started, None),
+        "exact_bytes": exact_bytes,
         "figure": lambda value: f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.3g}",
         "bytes": human_bytes,
         "inline": _inline,
@@ -90,6 +102,7 @@ def environment(form: str) -> jinja2.Environment:
         "rate": rate_text,
         "seconds": seconds_text,
         "yaml": _yaml,
+        "zoned": zoned_text,
         "pretty": lambda value: json.dumps(value, indent=2, default=str),
         "sentence": lambda text: text[:1].upper() + text[1:],
         "ticks": _ticks,
