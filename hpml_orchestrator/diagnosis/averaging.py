@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.model import AllReduce, Change
 from hpml_orchestrator.diagnosis.models import predict_averaging
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import duration_text, rate_text
+from hpml_orchestrator.records.texts import duration_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
@@ -24,7 +24,6 @@ FACTOR = 2.0
 _LATENCY_SHARE = 0.1  # of a bucket's transfer
 _WORTH = 0.05  # share of the averaging that other buckets must save
 _MIB = 1 << 20  # the unit of `bucket_cap_mb`
-_MEGABYTE = 1e6
 _OPTION = re.compile(r"(--bucket-mb)(?:=(.*))?")
 _HAS_OPTION = "ddp_images.py"
 
@@ -45,30 +44,6 @@ class Averaging:
     def ratio(self) -> float | None:
         """How many times as long it took as the ring, which gloo and NCCL use for large buckets."""
         return self.seconds / self.predicted["ring"] if self.seconds and self.predicted else None
-
-    def text(self) -> str:
-        """Return prediction and measurement in one sentence, without a full stop."""
-        size = f"{self.gradient_bytes / _MEGABYTE:.3g} MB of gradients"
-        took = "an unknown time" if self.seconds is None else duration_text(self.seconds)
-        what = f"{size} in {counted(self.buckets, 'bucket')} by {self.ranks} ranks take {took}"
-        if self.link is None:
-            return f"{what} per step; predicted: unknown (needs `hpml bench`)"
-        each = ", ".join(f"{name} {duration_text(took)}" for name, took in self.predicted.items())
-        link = f"latency {duration_text(self.link.alpha)}, "
-        link += rate_text(self.link.bandwidth, "B/s") if self.link.beta else "no limit in bandwidth"
-        link += f" with {self.link.ranks} ranks, {self.origin}"
-        return f"{what} per step; predicted: {each} ({link}){self._doubt()}"
-
-    def _doubt(self) -> str:
-        if self.ratio is None or self.link is None or 1 / FACTOR <= self.ratio <= FACTOR:
-            return ""
-        if self.ratio < 1:
-            fast = f"{1 / self.ratio:.1f} times as fast as the ring"
-            return f"; {fast}: other processes disturbed `hpml bench`, so run it again"
-        slow = f"{self.ratio:.1f} times the ring's time"
-        if self.ranks != self.link.ranks:
-            return f"; {slow}: more ranks share the link or the CPUs than in `hpml bench`"
-        return f"; {slow}: others use the link or the CPUs, or the bench is out of date"
 
 
 def averaging(facts: Facts) -> Averaging | None:

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from hpml_orchestrator.diagnosis import shares
 from hpml_orchestrator.diagnosis.apply import next_step
-from hpml_orchestrator.diagnosis.averaging import averaging
+from hpml_orchestrator.diagnosis.averaging import FACTOR, averaging
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts, RankFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.profile import TraceProfile
@@ -124,7 +124,10 @@ def _document(diagnosis: Diagnosis) -> Document:
         *(_profile(facts.profile) if facts.profile else ()),
     ]
     if found := averaging(facts):
-        texts = Paragraph(found.text()), Paragraph(_say("averaging"), is_note=True)
+        texts = (
+            Paragraph(_say("averaged", found, FACTOR)),
+            Paragraph(_say("averaging"), is_note=True),
+        )
         blocks.append(Section("Averaging of gradients", texts, "averaging"))
     if facts.formulas:
         text = _say("formulas", facts.formulas)
