@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
 FACTOR = 2.0
-"""Measurement and prediction that differ by more are not explained by the model."""
+"""The model does not explain a measurement that differs from the prediction by more."""
 
 _LATENCY_SHARE = 0.1  # of a bucket's transfer
 _WORTH = 0.05  # share of the averaging that other buckets must save
@@ -42,7 +42,7 @@ class Averaging:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long it took as the ring, which gloo and NCCL use for large buckets."""
+        """Measured time over the ring's, the algorithm of gloo and NCCL for large buckets."""
         return self.seconds / self.predicted["ring"] if self.seconds and self.predicted else None
 
 

@@ -56,17 +56,17 @@ _STORAGE = {
 
 
 def seen_by_monitor(facts: Facts) -> Finding | None:
-    """Return the note that says whether the program computes or waits, as far as figures tell."""
+    """Return a note on whether the program computes or waits, judged by the monitor's figures."""
     known, gpus = busy_cpus(facts), _busy_gpus(facts)
     seconds = max((node.seconds or 0.0 for node in facts.nodes), default=0.0)
     staged = THRESHOLDS["slow-staging"].level(facts.phases.get("staging", 0.0) / (seconds or 1.0))
-    # staging reads and waits, too, and the figures are means of both
+    # The figures are means over staging, too, which also reads and waits.
     if facts.channel or known is None or seconds < SHORT_SECONDS or staged:
         return None
     if facts.gpu_count and (gpus is None or cpu_bound(facts)):
-        return None  # what the GPUs do is not known, or there is a finding about it
+        return None  # the use of the GPUs is unknown, or a finding describes it
     busy, cpus, nodes = known
-    # A rank may need one of its CPUs only: then it computes, though most CPUs are idle.
+    # A rank may need only one of its CPUs: it computes although most CPUs are idle.
     ranks = max(1.0, facts.world_size * nodes / max(nodes, facts.node_count))
     used, is_full = min(1.0, busy / min(cpus, ranks)), busy >= BUSY * cpus
     figures = f"{busy / cpus:.0%} of {cpus:g} CPU{'s' * (cpus != 1)} busy"

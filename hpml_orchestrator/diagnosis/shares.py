@@ -34,13 +34,13 @@ PARTS = {
     "save_seconds": "saving",
     "evaluation_seconds": "evaluation",
 }
-"""The parts by the field of `RankFacts`; `compute` is what remains of the steps."""
+"""Names of the parts by field of `RankFacts`; `compute` is the remainder of the steps."""
 BETWEEN_STEPS = ("saving", "evaluation")
 SAMPLED = ("wait_seconds", "comm_seconds")  # measured in few steps
 
 
 def rank_parts(rank: RankFacts) -> dict[str, float]:
-    """Return the seconds of a rank by part, without the unknown ones; empty without any steps."""
+    """Return a rank's seconds by part; unknown parts are left out. Empty without steps."""
     if not rank.step_seconds:
         return {}
     known = {
@@ -53,15 +53,15 @@ def rank_parts(rank: RankFacts) -> dict[str, float]:
 
 
 def fits(rank: RankFacts) -> bool:
-    """Whether the waiting of a rank fits into its steps.
+    """Whether a rank's waiting time fits into its steps.
 
-    It is measured in few of them: a stall in one can stand for more than all steps.
+    Only a few steps are measured, so one stall can be extrapolated to more than all steps.
     """
     return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
 
 
 def step_shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
-    """Return the parts of a step by name, as shares of its time: means of the ranks.
+    """Return each part's share of the step time by name, averaged over the ranks.
 
     Every report of a step's parts takes its figures from here.
     """
@@ -110,7 +110,7 @@ _IDLE = 0.02  # share of the time with a kernel
 
 
 def steps_known(facts: Facts) -> bool:
-    """Whether enough steps were counted to judge them, and most of the training is counted."""
+    """Whether enough steps, and most of the training, were counted."""
     return steps_suffice(facts) and max(uncounted_shares(facts).values(), default=0.0) < _MOST
 
 
@@ -143,17 +143,17 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
 
 
 def training_seconds(rank: RankFacts) -> float:
-    """Return the seconds of a rank's training, with what it did between the counted steps."""
+    """Return the seconds of a rank's training, including the time between counted steps."""
     return max(rank.seconds or 0.0, _counted_seconds(rank))
 
 
 def uncounted_seconds(rank: RankFacts) -> float:
-    """Return the seconds of a rank's training that no counter has: neither steps nor `timed`."""
+    """Return the seconds of a rank's training outside of its steps and `timed` blocks."""
     return training_seconds(rank) - _counted_seconds(rank)
 
 
 def uncounted_shares(facts: Facts) -> dict[int, float]:
-    """Return by rank `uncounted_seconds` as a share of its training."""
+    """Return each rank's `uncounted_seconds` as a share of its training."""
     return {
         rank.rank: uncounted_seconds(rank) / training_seconds(rank)
         for rank in facts.ranks
@@ -199,12 +199,12 @@ def thread_seconds(rank: RankFacts) -> float | None:
 
 
 def part(rank: RankFacts, name: str) -> float:
-    """Return some seconds of a rank; 0 if they are not known, and no more than its steps took."""
+    """Return one of a rank's counters, at most the time of its steps; 0 if unknown."""
     return min(getattr(rank, name) or 0.0, rank.step_seconds or 0.0)
 
 
 def excesses(values: Mapping[int, float]) -> dict[int, float]:
-    """Return by how much each rank's figure is above the median of the others."""
+    """Return how far each rank's figure exceeds the median of the others."""
     return {
         # The median of the others is robust against a second slow rank, and unlike the median of
         # all it does not move towards the rank itself when there are only two.
@@ -243,7 +243,7 @@ def hours_unit(facts: Facts) -> str:
 
 
 def busy_cpus(facts: Facts) -> tuple[float, float, int] | None:
-    """Return how many CPUs were busy, of how many, on how many nodes; None if unknown."""
+    """Return the number of busy CPUs, of all CPUs and of nodes; None if unknown."""
     known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
     if not known:
         return None
@@ -252,7 +252,7 @@ def busy_cpus(facts: Facts) -> tuple[float, float, int] | None:
 
 
 def is_idle(gpu: GpuFacts) -> bool:
-    """Whether no process of the job opened a GPU, or none worked on it."""
+    """Whether the job left a GPU idle: no process opened it or ran a kernel on it."""
     return gpu.has_process is False or (
         gpu.utilization_ratio is not None and gpu.utilization_ratio <= _IDLE
     )
@@ -359,10 +359,10 @@ def exclude(job: Job, nodes: Sequence[str], *, faulty: bool = True) -> list[Chan
     ]
 
 
-# How many more resources of a node a job may request, if the size of the node is known.
+# What a job may request in addition, given the size of the nodes.
 
 _WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
-BUSY = 0.9  # from this share on the CPUs have no time left
+BUSY = 0.9  # share of CPU time above which the CPUs count as fully used
 
 
 def cpus_busy(facts: Facts) -> float | None:
@@ -372,14 +372,14 @@ def cpus_busy(facts: Facts) -> float | None:
 
 
 def cpus_per_rank(facts: Facts) -> int:
-    """Return how many CPUs the job asked for, for each rank."""
+    """Return the number of CPUs that the job requested per rank."""
     return facts.job.resources.cpus_per_rank
 
 
 def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
-    """Return the argument with the number of loader workers: its index, `--workers=`, the number.
+    """Return the argument that sets the loader workers: its index, `--workers=`, the number.
 
-    The second is empty if the number is an argument of its own.
+    The second is empty if the number is a separate argument.
     """
     args = facts.job.args
     for index, word in enumerate(args):
@@ -392,9 +392,9 @@ def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
 
 
 def more_cpus(facts: Facts, wanted: int) -> int | None:
-    """Return the CPUs per rank to ask for: what is wanted, or less if a node has no more.
+    """Return the CPUs per rank to request: `wanted`, or fewer if a node has fewer.
 
-    None: a node has no more than the job has already, or the size of the nodes is not known.
+    None if the job already has all CPUs of a node, or the size of the nodes is unknown.
     """
     ranks = math.ceil(facts.world_size / max(1, facts.node_count)) or 1
     # Slurm refuses a request that no node can meet, so advice stays within the smallest node.
@@ -411,7 +411,7 @@ def fits_in_ram(facts: Facts, size_bytes: float, own_bytes: float | None) -> boo
     Args:
         facts: of the run.
         size_bytes: of the data, on each node.
-        own_bytes: what the job asks for itself; None: nothing.
+        own_bytes: memory that the job requests; None if it requests none.
     """
     if own_bytes is not None:
         known = facts.node_memory_bytes

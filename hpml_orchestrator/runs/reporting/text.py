@@ -42,7 +42,7 @@ _COMMAND_CHARS = 4000
 def summary_lines(
     state: State, summary: Summary, life: Life | None = None
 ) -> list[tuple[str, str]]:
-    """Return name and text of each line of a run's summary.
+    """Return the lines of a run's summary as pairs of name and text.
 
     Args:
         state: of the run.
@@ -51,7 +51,7 @@ def summary_lines(
     """
     staged = [_say("staged", summary), *staged_lines(summary.stages)] if summary.nodes else []
     signals = [_say("signal", name, *seen) for name, seen in summary.signals.items()]
-    # The reason names one rank; leave it out where `binding` counts all of them.
+    # The reason names one rank; leave it out if `binding` counts all of them.
     reason = "" if summary.binding_failed else state.why
     described = describe(state, summary)
     number = 0 if life is None or len(life.attempts) == 1 else len(life.attempts)
@@ -166,7 +166,7 @@ def _result(described: Description, summary: Summary) -> list[str]:
 
 
 def _hours(described: Description) -> dict[str, list[str]]:
-    """Return the line about GPU-hours and core-hours; its name is what they are of."""
+    """Return the GPU-hours and core-hours under the name of their basis."""
     hours = described.hours
     return {hours.basis: [_say("hours", hours)]} if hours else {}
 
@@ -177,7 +177,7 @@ def _on_test_set(result: Mapping[str, object], name: str) -> list[str]:
 
 
 def array_lines(state: State) -> list[tuple[str, str]]:
-    """Return name and text of each line of an array's summary."""
+    """Return the lines of an array's summary as pairs of name and text."""
     sid = state.submission.sid
     failed = [task for task in state.tasks if task.over and task.state != "COMPLETED"]
     described = describe(state, Summary())
@@ -200,7 +200,7 @@ def array_lines(state: State) -> list[tuple[str, str]]:
 
 
 def _first_start(state: State) -> float | None:
-    """Return when the first attempt of an array's tasks started; states have that of the last."""
+    """Return the start of an array's first attempt; a state has that of the last attempt."""
     with contextlib.suppress(HpmlError):  # another user's
         again = [task.run.attempts()[:1] for task in state.tasks if task.attempts > 1]
         times = [one.started.time for first in again for one in first if one.started]
