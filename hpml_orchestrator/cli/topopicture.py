@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.templates import environment
+from hpml_orchestrator.document.templates import environment
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.topology.cpulist import format_list, parse_list

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import AllReduce, Change
 from hpml_orchestrator.diagnosis.models import predict_averaging
-from hpml_orchestrator.diagnosis.parts import duration
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import rate_text
+from hpml_orchestrator.records.texts import duration_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
 
 FACTOR = 2.0
-"""Measurement and prediction that differ by more are not explained by the model."""
+"""The model does not explain a measurement that differs from the prediction by more."""
 
 _LATENCY_SHARE = 0.1  # of a bucket's transfer
 _WORTH = 0.05  # share of the averaging that other buckets must save
 _MIB = 1 << 20  # the unit of `bucket_cap_mb`
-_MEGABYTE = 1e6
 _OPTION = re.compile(r"(--bucket-mb)(?:=(.*))?")
 _HAS_OPTION = "ddp_images.py"
 
@@ -44,32 +42,8 @@ class Averaging:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long it took as the ring, which gloo and NCCL use for large buckets."""
+        """Measured time over the ring's, the algorithm of gloo and NCCL for large buckets."""
         return self.seconds / self.predicted["ring"] if self.seconds and self.predicted else None
-
-    def text(self) -> str:
-        """Return prediction and measurement in one sentence, without a full stop."""
-        size = f"{self.gradient_bytes / _MEGABYTE:.3g} MB of gradients"
-        took = "an unknown time" if self.seconds is None else duration(self.seconds)
-        what = f"{size} in {counted(self.buckets, 'bucket')} by {self.ranks} ranks take {took}"
-        if self.link is None:
-            return f"{what} per step; predicted: unknown (needs `hpml bench`)"
-        each = ", ".join(f"{name} {duration(took)}" for name, took in self.predicted.items())
-        link = f"latency {duration(self.link.alpha)}, "
-        link += rate_text(self.link.bandwidth, "B/s") if self.link.beta else "no limit in bandwidth"
-        link += f" with {self.link.ranks} ranks, {self.origin}"
-        return f"{what} per step; predicted: {each} ({link}){self._doubt()}"
-
-    def _doubt(self) -> str:
-        if self.ratio is None or self.link is None or 1 / FACTOR <= self.ratio <= FACTOR:
-            return ""
-        if self.ratio < 1:
-            fast = f"{1 / self.ratio:.1f} times as fast as the ring"
-            return f"; {fast}: other processes disturbed `hpml bench`, so run it again"
-        slow = f"{self.ratio:.1f} times the ring's time"
-        if self.ranks != self.link.ranks:
-            return f"; {slow}: more ranks share the link or the CPUs than in `hpml bench`"
-        return f"; {slow}: others use the link or the CPUs, or the bench is out of date"
 
 
 def averaging(facts: Facts) -> Averaging | None:
@@ -115,8 +89,8 @@ def larger_buckets(facts: Facts) -> list[Change]:
     sure = f"the ring's model is {off:.0%} off this run and {found.link.residual:.0%} off the bench"
     text = (
         f"enlarge DDP's buckets to {megabytes} MiB (`bucket_cap_mb={megabytes}`): "
-        f"{counted(buckets, 'bucket')} instead of {found.buckets} save about {duration(saved)} of "
-        f"{duration(found.seconds)} per step; {sure}"
+        f"{counted(buckets, 'bucket')} instead of {found.buckets} save about "
+        f"{duration_text(saved)} of {duration_text(found.seconds)} per step; {sure}"
     )
     return [_of_argument(facts, text, megabytes)]
 

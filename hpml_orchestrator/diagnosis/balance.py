@@ -13,7 +13,6 @@ from hpml_orchestrator.diagnosis.contention import (
     free_cpus,
 )
 from hpml_orchestrator.diagnosis.model import Change, Finding
-from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.phases import slow_evaluation, slow_saving
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
@@ -23,6 +22,7 @@ from hpml_orchestrator.diagnosis.shares import (
     ranks_text,
     shares,
     step_seconds,
+    step_shares,
     steps_known,
     train_share,
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import (
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.shares import (
+    cpu_waits,
     cpus_busy,
     cpus_per_rank,
+    find,
     more_cpus,
+    nodes_text,
+    training_share,
     worker_argument,
 )
-from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import cpu_waits, find, nodes_text, training_share
 from hpml_orchestrator.diagnosis.slow_ranks import OWN_WORK, crowded, find_slow, own_waits
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import counted

@@ -5,23 +5,21 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import (
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.shares import (
     BUSY,
     cpus_busy,
     cpus_per_rank,
-    fits_in_ram,
-    more_cpus,
-    worker_argument,
-)
-from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.parts import step_shares
-from hpml_orchestrator.diagnosis.shares import (
     find,
+    fits_in_ram,
     hours,
+    more_cpus,
     part,
     shares,
+    step_shares,
     train_share,
     training_seconds,
+    worker_argument,
 )
 from hpml_orchestrator.diagnosis.slow_ranks import crowded
 from hpml_orchestrator.diagnosis.thresholds import (

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import (
     busy_cpus,
+    cpus_per_rank,
     exclude,
     find,
     hours,
     is_idle,
+    more_cpus,
     nodes_text,
     shares,
 )

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.contention import also_contended, contended
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
-from hpml_orchestrator.diagnosis.shares import find, ranks_text, steps_suffice, uncounted_shares
+from hpml_orchestrator.diagnosis.shares import (
+    COMPUTE,
+    find,
+    ranks_text,
+    step_shares,
+    steps_suffice,
+    uncounted_shares,
+)
 from hpml_orchestrator.diagnosis.slow_ranks import find_slow
 from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
 from hpml_orchestrator.records.texts import seconds_text

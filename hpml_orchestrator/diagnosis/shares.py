@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.model import Change, Finding
-from hpml_orchestrator.diagnosis.parts import SAMPLED, fits, mean_parts
+from hpml_orchestrator.diagnosis.model import Change, Finding, RankFacts
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
@@ -18,10 +19,91 @@ from hpml_orchestrator.diagnosis.thresholds import (
 from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
+    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level
     from hpml_orchestrator.records.job import Job
+
+# What the time of a run consists of: its phases, and the parts of its steps on each rank.
+
+COMPUTE = "compute"
+PARTS = {
+    "data_wait_seconds": "waiting for data",
+    "transfer_seconds": "host to device",
+    "wait_seconds": "waiting for slower ranks",
+    "comm_seconds": "communication",
+    "save_seconds": "saving",
+    "evaluation_seconds": "evaluation",
+}
+"""Names of the parts by field of `RankFacts`; `compute` is the remainder of the steps."""
+BETWEEN_STEPS = ("saving", "evaluation")
+SAMPLED = ("wait_seconds", "comm_seconds")  # measured in few steps
+
+
+def rank_parts(rank: RankFacts) -> dict[str, float]:
+    """Return a rank's seconds by part; unknown parts are left out. Empty without steps."""
+    if not rank.step_seconds:
+        return {}
+    known = {
+        name: value
+        for field, name in PARTS.items()
+        if (value := getattr(rank, field)) is not None and (field not in SAMPLED or fits(rank))
+    }
+    inside = sum(value for name, value in known.items() if name not in BETWEEN_STEPS)
+    return {COMPUTE: max(0.0, rank.step_seconds - inside), **known}
+
+
+def fits(rank: RankFacts) -> bool:
+    """Whether a rank's waiting time fits into its steps.
+
+    Only a few steps are measured, so one stall can be extrapolated to more than all steps.
+    """
+    return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
+
+
+def step_shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return each part's share of the step time by name, averaged over the ranks.
+
+    Every report of a step's parts takes its figures from here.
+    """
+    shares: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, seconds in rank_parts(rank).items():
+            if name not in BETWEEN_STEPS:
+                shares.setdefault(name, []).append(min(1.0, seconds / (rank.step_seconds or 1.0)))
+    return {name: fmean(shares[name]) for name in (*PARTS.values(), COMPUTE) if name in shares}
+
+
+def own_seconds(rank: RankFacts) -> float | None:
+    """Return the seconds of a rank's steps without its waiting for others; None if unknown.
+
+    In data-parallel training all ranks' steps take equally long: the slow rank works while the
+    others wait.
+    """
+    if rank.step_seconds is None or rank.wait_seconds is None:
+        return None
+    return max(0.0, rank.step_seconds - rank.wait_seconds)
+
+
+def mean_parts(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return the mean seconds by part, over the ranks that report it."""
+    parts: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, seconds in rank_parts(rank).items():
+            parts.setdefault(name, []).append(seconds)
+    ordered = [COMPUTE, *PARTS.values()]
+    return {name: fmean(parts[name]) for name in ordered if name in parts}
+
+
+def samples_per_second(ranks: Sequence[RankFacts]) -> float | None:
+    """Return the samples/s of all ranks together, within their steps; None if one is unknown."""
+    rates = [
+        rank.samples / rank.step_seconds if rank.samples and rank.step_seconds else None
+        for rank in ranks
+    ]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
 
 _SHOWN = 4
 _MOST = 0.5  # of a training; while more is uncounted, shares of the steps accuse nobody
@@ -30,7 +112,7 @@ _IDLE = 0.02  # share of the time with a kernel
 
 
 def steps_known(facts: Facts) -> bool:
-    """Whether enough steps were counted to judge them, and most of the training is counted."""
+    """Whether enough steps, and most of the training, were counted."""
     return steps_suffice(facts) and max(uncounted_shares(facts).values(), default=0.0) < _MOST
 
 
@@ -63,17 +145,17 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
 
 
 def training_seconds(rank: RankFacts) -> float:
-    """Return the seconds of a rank's training, with what it did between the counted steps."""
+    """Return the seconds of a rank's training, including the time between counted steps."""
     return max(rank.seconds or 0.0, _counted_seconds(rank))
 
 
 def uncounted_seconds(rank: RankFacts) -> float:
-    """Return the seconds of a rank's training that no counter has: neither steps nor `timed`."""
+    """Return the seconds of a rank's training outside of its steps and `timed` blocks."""
     return training_seconds(rank) - _counted_seconds(rank)
 
 
 def uncounted_shares(facts: Facts) -> dict[int, float]:
-    """Return by rank `uncounted_seconds` as a share of its training."""
+    """Return each rank's `uncounted_seconds` as a share of its training."""
     return {
         rank.rank: uncounted_seconds(rank) / training_seconds(rank)
         for rank in facts.ranks
@@ -119,12 +201,12 @@ def thread_seconds(rank: RankFacts) -> float | None:
 
 
 def part(rank: RankFacts, name: str) -> float:
-    """Return some seconds of a rank; 0 if they are not known, and no more than its steps took."""
+    """Return one of a rank's counters, at most the time of its steps; 0 if unknown."""
     return min(getattr(rank, name) or 0.0, rank.step_seconds or 0.0)
 
 
 def excesses(values: Mapping[int, float]) -> dict[int, float]:
-    """Return by how much each rank's figure is above the median of the others."""
+    """Return how far each rank's figure exceeds the median of the others."""
     return {
         # The median of the others is robust against a second slow rank, and unlike the median of
         # all it does not move towards the rank itself when there are only two.
@@ -163,7 +245,7 @@ def hours_unit(facts: Facts) -> str:
 
 
 def busy_cpus(facts: Facts) -> tuple[float, float, int] | None:
-    """Return how many CPUs were busy, of how many, on how many nodes; None if unknown."""
+    """Return the number of busy CPUs, of all CPUs and of nodes; None if unknown."""
     known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
     if not known:
         return None
@@ -172,7 +254,7 @@ def busy_cpus(facts: Facts) -> tuple[float, float, int] | None:
 
 
 def is_idle(gpu: GpuFacts) -> bool:
-    """Whether no process of the job opened a GPU, or none worked on it."""
+    """Whether the job left a GPU idle: no process opened it or ran a kernel on it."""
     return gpu.has_process is False or (
         gpu.utilization_ratio is not None and gpu.utilization_ratio <= _IDLE
     )
@@ -344,3 +426,68 @@ def _program(job: Job) -> str:
 def first_option(words: Sequence[str]) -> int:
     """Return the place of the first word that begins with a dash, or the number of words."""
     return next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+
+
+# What a job may request in addition, given the size of the nodes.
+
+_WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
+BUSY = 0.9  # share of CPU time above which the CPUs count as fully used
+
+
+def cpus_busy(facts: Facts) -> float | None:
+    """Return the share of the CPUs that were busy; None if it is not known."""
+    known = busy_cpus(facts)
+    return known[0] / known[1] if known else None
+
+
+def cpus_per_rank(facts: Facts) -> int:
+    """Return the number of CPUs that the job requested per rank."""
+    return facts.job.resources.cpus_per_rank
+
+
+def worker_argument(facts: Facts) -> tuple[int, str, int] | None:
+    """Return the argument that sets the loader workers: its index, `--workers=`, the number.
+
+    The second is empty if the number is a separate argument.
+    """
+    args = facts.job.args
+    for index, word in enumerate(args):
+        if match := _WORKERS.fullmatch(word):
+            value = match[2] or "".join(args[index + 1 : index + 2])
+            if value.isdecimal():
+                is_joined = match[2] is not None
+                return index + (not is_joined), f"{match[1]}=" * is_joined, int(value)
+    return None
+
+
+def more_cpus(facts: Facts, wanted: int) -> int | None:
+    """Return the CPUs per rank to request: `wanted`, or fewer if a node has fewer.
+
+    None if the job already has all CPUs of a node, or the size of the nodes is unknown.
+    """
+    ranks = math.ceil(facts.world_size / max(1, facts.node_count)) or 1
+    # Slurm refuses a request that no node can meet, so advice stays within the smallest node.
+    most = min(wanted, (facts.node_cpus or 0) // ranks)
+    return most if most > cpus_per_rank(facts) else None
+
+
+def fits_in_ram(facts: Facts, size_bytes: float, own_bytes: float | None) -> bool | None:
+    """Return whether data and the job fit into the memory of the nodes; None if unknown.
+
+    Data in /dev/shm counts as memory of the job, so it is added to the requested memory. If the
+    job requests no memory, only its monitor may know the limit.
+
+    Args:
+        facts: of the run.
+        size_bytes: of the data, on each node.
+        own_bytes: memory that the job requests; None if it requests none.
+    """
+    if own_bytes is not None:
+        known = facts.node_memory_bytes
+        return None if known is None else own_bytes + size_bytes <= known
+    limits = [
+        (node.memory_peak_bytes, node.memory_limit_bytes)
+        for node in facts.nodes
+        if node.memory_peak_bytes and node.memory_limit_bytes
+    ]
+    return all(peak + size_bytes <= limit for peak, limit in limits) if limits else None

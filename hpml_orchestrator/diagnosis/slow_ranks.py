@@ -7,11 +7,12 @@ from math import ceil, comb, log
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.capacity import cpus_per_rank, more_cpus
-from hpml_orchestrator.diagnosis.parts import fits
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
+    cpus_per_rank,
     excesses,
+    fits,
+    more_cpus,
     part,
     ranks_text,
     shares,

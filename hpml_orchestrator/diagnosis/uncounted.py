@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis.contention import also_contended
 from hpml_orchestrator.diagnosis.gpu import used_gpus
 from hpml_orchestrator.diagnosis.model import Change, Finding
-from hpml_orchestrator.diagnosis.parts import COMPUTE, fits, rank_parts
 from hpml_orchestrator.diagnosis.shares import (
+    COMPUTE,
     cpu_waits,
     find,
+    fits,
+    rank_parts,
     ranks_text,
     steps_known,
     thread_seconds,

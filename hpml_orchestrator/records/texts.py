@@ -53,6 +53,17 @@ def seconds_text(seconds: float) -> str:
     return f"{days} d {clock}" if days else clock
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration with three digits below a minute.
+
+    >>> duration_text(0.0123), duration_text(5.6), duration_text(75)
+    ('12.3 ms', '5.6 s', '1:15')
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < _MINUTE else seconds_text(seconds)
+
+
 def age_text(seconds: float) -> str:
     """Return an age in whole units of the largest suitable unit.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hpml_orchestrator.diagnosis.templates import number, percent
+from hpml_orchestrator.document.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers

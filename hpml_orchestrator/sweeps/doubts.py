@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpml_orchestrator.diagnosis.templates import percent
+from hpml_orchestrator.document.templates import percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.sweeps.facts import Notice, Setting
 from hpml_orchestrator.sweeps.wording import CONSTANT

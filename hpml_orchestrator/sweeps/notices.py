@@ -15,8 +15,8 @@ from statistics import median
 import numpy as np
 from scipy import stats
 
-from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
+from hpml_orchestrator.document.templates import number, percent
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.model import expand, fold

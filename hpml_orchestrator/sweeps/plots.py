@@ -30,7 +30,7 @@ from matplotlib.ticker import (
 from matplotlib.typing import ColorType
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.diagnosis.templates import number
+from hpml_orchestrator.document.templates import number
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, SweepFacts
 from hpml_orchestrator.sweeps.selection import times_to
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval

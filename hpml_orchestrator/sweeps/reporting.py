@@ -15,8 +15,8 @@ from hpml_orchestrator.check.changes import diagnose_run
 from hpml_orchestrator.diagnosis.averaging import Averaging, averaging
 from hpml_orchestrator.diagnosis.diagnose import diagnose, share_of_run
 from hpml_orchestrator.diagnosis.report import Page
-from hpml_orchestrator.diagnosis.templates import percent
 from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
+from hpml_orchestrator.document.templates import percent
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of

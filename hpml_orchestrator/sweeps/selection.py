@@ -16,7 +16,7 @@ from statistics import fmean, median, variance
 import numpy as np
 from scipy import stats
 
-from hpml_orchestrator.diagnosis.templates import number
+from hpml_orchestrator.document.templates import number
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.reporting.monitor import numbers

@@ -14,21 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
 from hpml_orchestrator.diagnosis.shares import (
+    BETWEEN_STEPS,
     batch_per_rank,
     doubts,
     first_option,
     hours,
     hours_unit,
     is_judged,
+    mean_parts,
     nearly_equal,
+    samples_per_second,
 )
 from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.records.texts import first_few, human_bytes
+from hpml_orchestrator.records.texts import duration_text, first_few, human_bytes
 from hpml_orchestrator.sweeps import statistics
 from hpml_orchestrator.sweeps.facts import Setting, SweepFacts
 from hpml_orchestrator.sweeps.pairs import Comparison, Pair, question
@@ -108,7 +110,7 @@ def compare_runs(first: Diagnosis, second: Diagnosis) -> RunComparison:
     if one.run == other.run:
         raise InputError("name two different runs", field="RUN", value=one.run)
     against, work = [*doubts(one, other)], (*_differences(one, other),)
-    rated = all(parts.samples_per_second(facts.ranks) for facts in (one, other))
+    rated = all(samples_per_second(facts.ranks) for facts in (one, other))
     if against or not rated:  # without rates only times are known, and they are of different work
         against += work
     # groups and names of rows whose change in percent compares the same work
@@ -125,7 +127,7 @@ def compare_runs(first: Diagnosis, second: Diagnosis) -> RunComparison:
         change=named.get(_RATE, named.get(_RUN_TIME)),
         noise=NOISE,
         # two times that differ by less than NOISE_SECONDS
-        close=[parts.duration(time) for time in took] if _is_close(*took) else (),
+        close=[duration_text(time) for time in took] if _is_close(*took) else (),
     )
     answer = sentences(
         "runs",
@@ -169,7 +171,7 @@ def _sweep(first: Facts, second: Facts, metric: str) -> SweepFacts:
 
 
 def _row(number: int, facts: Facts) -> PointRow:
-    rate, took = parts.samples_per_second(facts.ranks), facts.elapsed_seconds
+    rate, took = samples_per_second(facts.ranks), facts.elapsed_seconds
     return PointRow(
         number,
         run=facts.run,
@@ -334,10 +336,10 @@ def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterato
     is_short = _is_close(first.elapsed_seconds or 0.0, second.elapsed_seconds or 0.0)
     tables: tuple[tuple[str, Callable[[Facts], Mapping[str, float]], Callable[[float], str]], ...]
     tables = (
-        ("run", _whole, parts.duration),
-        ("phases", lambda facts: facts.phases, parts.duration),
-        (_STEP, _step, parts.duration),
-        ("between the steps", _between, parts.duration),
+        ("run", _whole, duration_text),
+        ("phases", lambda facts: facts.phases, duration_text),
+        (_STEP, _step, duration_text),
+        ("between the steps", _between, duration_text),
         ("throughput", _throughput, lambda value: f"{value:,.4g}"),
         (_QUALITY, lambda facts: facts.accuracy, lambda value: f"{value:.4g}"),
     )
@@ -362,22 +364,22 @@ def _whole(facts: Facts) -> dict[str, float]:
 
 def _step(facts: Facts) -> dict[str, float]:
     steps = [rank.steps for rank in facts.ranks if rank.steps]
-    mean = parts.mean_parts(facts.ranks)
+    mean = mean_parts(facts.ranks)
     return {
         name: seconds / fmean(steps)
         for name, seconds in mean.items()
-        if steps and name not in parts.BETWEEN_STEPS
+        if steps and name not in BETWEEN_STEPS
     }
 
 
 def _between(facts: Facts) -> dict[str, float]:
-    mean = parts.mean_parts(facts.ranks)
-    return {name: mean[name] for name in parts.BETWEEN_STEPS if name in mean}
+    mean = mean_parts(facts.ranks)
+    return {name: mean[name] for name in BETWEEN_STEPS if name in mean}
 
 
 def _throughput(facts: Facts) -> dict[str, float]:
     figures = {}
-    if rate := parts.samples_per_second(facts.ranks):
+    if rate := samples_per_second(facts.ranks):
         figures[_RATE] = rate
     if spent := hours(facts):
         figures[hours_unit(facts)] = spent

@@ -10,8 +10,8 @@ from functools import cache
 
 import jinja2
 
-from hpml_orchestrator.diagnosis import templates
-from hpml_orchestrator.diagnosis.templates import number
+from hpml_orchestrator.document import templates
+from hpml_orchestrator.document.templates import number
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few, printable
 from hpml_orchestrator.sweeps.communication import Crossover

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.diagnosis.page import page
+from hpml_orchestrator.diagnosis.report import Report
 from tests.monitoring.browser_support import Browser
 from tests.unit.diagnosis import page_examples as examples
 
 PAGES: dict[str, Callable[[], str]] = {
-    "run": lambda: page(examples.gpu_run()),
-    "crowd": lambda: page(examples.crowd()),
-    "unknown": lambda: page(examples.unknowing()),
+    "run": lambda: Report(examples.gpu_run()).html(),
+    "crowd": lambda: Report(examples.crowd()).html(),
+    "unknown": lambda: Report(examples.unknowing()).html(),
 }
 CONTRAST = """(() => {
     const light = color => {
@@ -56,7 +56,7 @@ def test_a_page_fits_the_window_and_can_be_read(
 def test_the_keyboard_reaches_the_results(browser: Browser, tmp_path: Path) -> None:
     """The first key leads past the header, the next ones to what can be opened or scrolled."""
     path = tmp_path / "report.html"
-    path.write_text(page(examples.gpu_run()), encoding="utf-8")
+    path.write_text(Report(examples.gpu_run()).html(), encoding="utf-8")
     browser.resize(360, 900)
     browser.open(path.as_uri(), "document.readyState == 'complete'")
     reached = []

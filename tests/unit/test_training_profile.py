@@ -9,7 +9,7 @@ import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.profile import read_profile
-from hpml_orchestrator.diagnosis.wording import markdown, text
+from hpml_orchestrator.diagnosis.report import Report
 from tests.unit.diagnosis.test_findings import facts, slow
 from tests.unit.training_runs import TRAINS, run_forked
 
@@ -59,13 +59,13 @@ def test_the_report_names_the_slow_rank_and_its_code(tmp_path: Path) -> None:
     assert costs["raw_decode"].place.startswith("json/decoder.py:")
     assert python.python_seconds + python.waiting_seconds < python.step_seconds
     shown = replace(facts(ranks=slow()), profile=profile)
-    printed = text(diagnose(shown))
+    printed = str(Report(diagnose(shown)))
     assert len(printed.splitlines()) <= 40
     assert "\npath      of a step of " in printed
     assert "\nthe rest  rank 1 in 5 steps of " in printed
     assert " tokenise  <string>:6\n" in printed
     for line in python.lines(10):
-        assert line in markdown(diagnose(shown))
+        assert line in Report(diagnose(shown)).markdown()
     (where / "functions-rank1.json").write_text('{"steps": 0}')
     again = read_profile(where)
     assert again is not None

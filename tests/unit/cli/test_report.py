@@ -73,7 +73,7 @@ def test_a_profile(hpml: Hpml, shell: Shell, trained: str) -> None:
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [event]}).encode()))
     line = "CPU in 1 step of 4 ms, 1 rank: compute 0%, idle 100%"
     assert f"\nprofile   {line}\n" in hpml("report", trained).out
-    assert f"\nProfile: {line}\n" in hpml("report", trained, "--markdown").out
+    assert f"\n## Profile\n\n{line}\n" in hpml("report", trained, "--markdown").out
     assert hpml("report", trained, "--json").json()["facts"]["profile"]["idle"] == 1
     assert hpml("report", trained, "--html", "profile.html").code == 0
     assert line in (shell.root / "profile.html").read_text("utf-8")

@@ -28,9 +28,8 @@ from hpml_orchestrator.diagnosis.model import (
     RankFacts,
     StageFacts,
 )
-from hpml_orchestrator.diagnosis.page import page
+from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
-from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.runs.prepare import load_job
 from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from tests.unit.diagnosis.jobs import complete
@@ -537,9 +536,9 @@ def test_short_runs(steps: float, seconds: float, level: str | None, had: str) -
     asked = f"a run of 10 minutes: this one took {int(seconds)} s"
     assert needs.get("time-over-asked") == (asked if seconds < 600 else None)
     assert found.time == "training 100%; of the steps: waiting for data 50%, the rest 50%"
-    assert f"\ntime      {found.time}\n" in text(found)
-    assert found.time in markdown(found)
-    assert to_json(found)["time"] == found.time
+    assert f"\ntime      {found.time}\n" in str(Report(found))
+    assert found.time in Report(found).markdown()
+    assert Report(found).to_dict()["time"] == found.time
 
 
 def test_who_waited_for_whom_in_the_uncounted_time_may_be_unknown() -> None:
@@ -587,10 +586,10 @@ def test_a_large_rest_is_unknown_unless_something_computed(run: Facts, words: st
     found = diagnose(run)
     assert found.findings == ()
     assert found.is_clear != bool(words)
-    assert words in " ".join(text(found).split())
+    assert words in " ".join(str(Report(found)).split())
     if words:
         assert "what 9" in found.headline
-        assert "Nothing holds this run back" not in page(found)
+        assert "Nothing holds this run back" not in Report(found).html()
 
 
 def test_where_the_time_went() -> None:
@@ -643,7 +642,7 @@ def test_the_network_is_suspected_only_for_a_long_rendezvous_of_several_nodes(
     assert ("NCCL" in changes) == (nodes > 1 and "IFNAME" in advice)
     assert ('event("preparation")' in changes) == ("rendezvous" not in took)
     alone = start(took, node_count=1, world_size=1, ranks=ranks()[:1])
-    assert "rendezvous and" not in text(diagnose(alone))
+    assert "rendezvous and" not in str(Report(diagnose(alone)))
 
 
 def test_a_start_without_cpus_is_not_to_be_changed() -> None:
@@ -898,11 +897,11 @@ def test_buckets_follow_from_latency_and_bandwidth(
     found = diagnose(
         replace(facts(job=job, ranks=ranks(comm_seconds=comm)), **{"peaks": peaks, **known})
     )
-    shown = " ".join(text(found).split())
+    shown = " ".join(str(Report(found)).split())
     assert (line is not None) == ("averaging " in shown)
     assert (line or "") in shown
-    assert ("Averaging: " in markdown(found)) == (line is not None)
-    assert (to_json(found)["averaging"] is not None) == (line is not None)
+    assert ("## Averaging of gradients" in Report(found).markdown()) == (line is not None)
+    assert (Report(found).to_dict()["averaging"] is not None) == (line is not None)
     changes = found.findings[0].changes
     first, *_ = changes
     assert ("enlarge DDP's buckets to 4 MiB" in first.text) == (change is not None)
@@ -922,8 +921,8 @@ def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:
         given = replace(given, over=state != "RUNNING")
         found = diagnose(given)
         longer = "a run that gets to its steps" if state == "FAILED" else "a longer run"
-        assert f"{longer}: this one" in text(found)
-        assert "the channel" not in text(found)
+        assert f"{longer}: this one" in str(Report(found))
+        assert "the channel" not in str(Report(found))
         assert ("rank 0 exited with code 1" in found.headline) == (state == "FAILED")
 
 
@@ -1041,8 +1040,11 @@ def test_staging_is_proposed_for_slow_storage(
     )
     assert found.gain_hours == pytest.approx(4 * 0.3 * 3000 / 3600)  # that the waiting costs
     if gains:
-        assert "at most 25% of the run's time, if no step waited for data" in markdown(
-            diagnose(facts(ranks=ranks(data_wait_seconds=900.0), nodes=nodes, **peaks))
+        assert (
+            "at most 25% of the run's time, if no step waited for data"
+            in Report(
+                diagnose(facts(ranks=ranks(data_wait_seconds=900.0), nodes=nodes, **peaks))
+            ).markdown()
         )
 
 
@@ -1105,7 +1107,9 @@ def test_the_next_step_is_one_that_works(
 ) -> None:
     """Only if a change of the job file can be made; tried only if runs share no checkpoints."""
     waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job}, **known)
-    lines = [line for line in text(diagnose(waiting)).splitlines() if line.startswith("next ")]
+    lines = [
+        line for line in str(Report(diagnose(waiting))).splitlines() if line.startswith("next ")
+    ]
     assert [line.endswith(step) for line in lines] == [True] * bool(step)
 
 
@@ -1172,20 +1176,20 @@ def test_unknown_says_what_would_tell() -> None:
     part = diagnose(facts(channel=False, peaks=None))  # monitored, but the waits are unknown
     assert part.healthy
     assert part.headline.startswith("not enough data to say what holds it back; as far as the mon")
-    assert "Nothing holds this run back" not in page(part)
+    assert "Nothing holds this run back" not in Report(part).html()
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_text_fits_a_terminal(name: str) -> None:
     """At most 40 lines of 100 columns, and the Markdown and JSON have every finding."""
     found = diagnose(FAULTS[name][0])
-    lines = text(found).splitlines()
+    lines = str(Report(found)).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("run       digits-1  ")
     for one in found.findings:
-        assert one.verdict in markdown(found)
-    assert json.loads(json.dumps(to_json(found)))["headline"] == found.headline
+        assert one.verdict in Report(found).markdown()
+    assert json.loads(json.dumps(Report(found).to_dict()))["headline"] == found.headline
 
 
 @pytest.mark.parametrize("length", range(1, 80, 6))
@@ -1193,7 +1197,7 @@ def test_no_change_is_cut(length: int) -> None:
     """It is wrapped between words, wherever the line ends: its paths and options stay whole."""
     source = "/data/" + "a-b/" * (length // 4) + "c" * (length % 4)
     data = replace(DATA, entry={**SOURCE, "source": source})
-    printed = text(diagnose(facts(ranks=ranks(data_wait_seconds=900.0), data=data)))
+    printed = str(Report(diagnose(facts(ranks=ranks(data_wait_seconds=900.0), data=data))))
     assert max(map(len, printed.splitlines())) <= 100
     change = f"`stage: [{{name: data, source: {source}, target: shm}}]`"
     assert change in " ".join(printed.split())
@@ -1211,7 +1215,7 @@ def test_no_more_than_three_are_printed_in_full() -> None:
         ),
         limit_seconds=1e6,
     )
-    lines = text(diagnose(many)).splitlines()
+    lines = str(Report(diagnose(many))).splitlines()
     assert len(diagnose(many).findings) == 6
     assert [line[0] for line in lines if re.match(r"\d  ", line)] == ["1", "2", "3"]
     assert any(line.startswith("also ") for line in lines)

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis import shares
 from hpml_orchestrator.diagnosis.model import Diagnosis, Finding, Peaks, RankFacts
-from hpml_orchestrator.diagnosis.page import page
+from hpml_orchestrator.diagnosis.report import Report
 from tests.unit.diagnosis import page_examples as examples
 from tests.unit.diagnosis.page_examples import HOSTILE
 
 VOID = {"meta", "link", "br", "rect", "line", "circle", "polygon"}
 PAGES: dict[str, Callable[[], str]] = {
-    "three findings": lambda: page(examples.gpu_run()),
-    "1,024 ranks": lambda: page(examples.crowd()),
-    "record only": lambda: page(examples.unknowing()),
-    "healthy": lambda: page(examples.diagnosed()),
-    "no phases": lambda: page(examples.diagnosed(phases={})),
-    "nothing": lambda: page(Diagnosis(examples.unknowing().facts)),
+    "three findings": lambda: Report(examples.gpu_run()).html(),
+    "1,024 ranks": lambda: Report(examples.crowd()).html(),
+    "record only": lambda: Report(examples.unknowing()).html(),
+    "healthy": lambda: Report(examples.diagnosed()).html(),
+    "no phases": lambda: Report(examples.diagnosed(phases={})).html(),
+    "nothing": lambda: Report(Diagnosis(examples.unknowing().facts)).html(),
 }
 
 
@@ -79,7 +79,7 @@ def test_a_page_is_well_formed_and_stands_alone(name: str) -> None:
 def test_a_page_has_all_that_a_finding_says() -> None:
     """Level, verdict, evidence, changes with their fields, gain and cost, and what is unknown."""
     diagnosis = examples.gpu_run()
-    text = shown(page(diagnosis))
+    text = shown(Report(diagnosis).html())
     for finding in diagnosis.findings:
         assert finding.verdict[1:] in text
         assert finding.level in text
@@ -92,9 +92,7 @@ def test_a_page_has_all_that_a_finding_says() -> None:
     assert "at most 29% of the run's time, if no step waited for data" in text
     assert "can change the accuracy" in text
     assert "hpml report digits-3f2a --apply tuned.yaml" in text
-    assert "NVLink errors are unknown Needs driver 550" in re.sub(
-        "unknownNeeds", "unknown Needs", text
-    )
+    assert "NVLink errors are unknown (needs driver 550)" in text
     assert all(line[1:] in text for line in diagnosis.healthy)
 
 
@@ -110,7 +108,7 @@ def test_every_counter_of_a_rank_has_a_place() -> None:
         "loader_cpu_seconds",
         "python_cpu_seconds",
         "other_seconds",  # the script may count them in its steps, too
-    } == set(parts.PARTS)
+    } == set(shares.PARTS)
 
 
 def pieces(text: str, label: str) -> dict[str, float]:
@@ -123,7 +121,7 @@ def pieces(text: str, label: str) -> dict[str, float]:
 
 def test_bars_have_the_length_of_their_seconds() -> None:
     """Phases without the queue; the training with its parts and what is not in them."""
-    text = page(examples.gpu_run())
+    text = Report(examples.gpu_run()).html()
     phases = pieces(text, "Phases")
     assert sum(phases.values()) == pytest.approx(100, abs=0.1)
     assert phases["training: 10:25"] == pytest.approx(100 * 625 / 751, abs=0.01)
@@ -142,14 +140,14 @@ def test_bars_have_the_length_of_their_seconds() -> None:
 
 def test_unmeasured_parts_are_named_instead_of_drawn_as_nothing() -> None:
     """They are part of the bar of compute, with a note."""
-    text = page(examples.diagnosed(ranks=examples.ranks(4, waits=False)))
+    text = Report(examples.diagnosed(ranks=examples.ranks(4, waits=False))).html()
     assert "part of “compute” if it happens: waiting for slower ranks." in shown(text)
     assert "a slow rank is the one that waits least" not in text
 
 
 def test_of_many_ranks_the_extremes_are_shown() -> None:
     """The slow rank is first among 1,024, of which most have no bar."""
-    text = page(examples.crowd())
+    text = Report(examples.crowd()).html()
     bars = re.findall(r'aria-label="(rank \d+):', text)
     assert len(bars) == 10
     assert bars[0] == "rank 577"
@@ -178,7 +176,7 @@ def test_the_roofline_is_drawn_if_its_figures_are_known(
     known: dict[str, Any], sentence: str | None, drawn: bool
 ) -> None:
     """With the limit that holds, and the origin of the peaks."""
-    text = page(examples.diagnosed(**known))
+    text = Report(examples.diagnosed(**known)).html()
     assert ("Compute against the hardware" in text) == (sentence is not None)
     assert (sentence or "") in shown(text)
     assert ('class="roofline"' in text) == drawn
@@ -222,7 +220,7 @@ def test_hostile_names_stay_text() -> None:
         facts, [finding], [Finding(HOSTILE, "unknown", HOSTILE, needs=HOSTILE)], [HOSTILE],
         [replace(finding, kind="memory-headroom", level="note")],
     )  # fmt: skip
-    text = page(diagnosis)
+    text = Report(diagnosis).html()
     Tree(text)
     assert not re.findall(r"<script|alert\(1\)<", text)
     assert len(re.findall("&lt;script&gt;", text)) > 5

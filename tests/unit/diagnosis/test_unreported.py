@@ -9,7 +9,7 @@ import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, NodeFacts, Peaks
-from hpml_orchestrator.diagnosis.wording import markdown, text
+from hpml_orchestrator.diagnosis.report import Report
 from tests.unit.diagnosis.jobs import complete
 
 MIB = float(1 << 20)
@@ -82,11 +82,11 @@ FAST = Peaks(shared_read=400 * MIB, origin="measured")
 def test_the_note_says_what_the_monitor_saw(known: Facts, says: tuple[str, ...]) -> None:
     """And no more: the channel stays what would tell the rest."""
     found = diagnose(known)
-    printed = " ".join(text(found).split())
+    printed = " ".join(str(Report(found)).split())
     note = printed.partition(" note ")[2].partition(" unknown ")[0]
     assert all(words in note for words in says), note
     assert "needs the channel in the training (`hpml_channel.py`); the note says what" in printed
-    assert "## Notes" in markdown(found)
+    assert "## Notes" in Report(found).markdown()
     assert {one.kind for one in found.findings} <= {"slow-storage", "gpu-unused"}
     if not found.findings:
         seen = found.notes[0].verdict.partition(":")[0]
@@ -107,7 +107,7 @@ def test_the_note_says_what_the_monitor_saw(known: Facts, says: tuple[str, ...])
 def test_without_figures_there_is_no_note(known: Facts) -> None:
     """Nor one that says again what a finding does."""
     assert diagnose(known).notes == ()
-    assert "the note" not in text(diagnose(known))
+    assert "the note" not in str(Report(diagnose(known)))
 
 
 @pytest.mark.parametrize(("seconds", "needs"), [(3.0, "a run that gets"), (300.0, "the channel")])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.diagnosis.page import page
-from hpml_orchestrator.diagnosis.parts import mean_parts
+from hpml_orchestrator.diagnosis.report import Report
+from hpml_orchestrator.diagnosis.shares import mean_parts
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
@@ -261,6 +261,6 @@ def test_all_read_the_same_counters(world: World) -> None:
     assert diagnosis.headline == "waits for data: 40% of each step"
     lines = dict(summary_lines(state, summary, None))
     assert lines["training"].endswith("40% of the step time spent waiting for data")
-    assert diagnosis.headline in page(diagnosis)
+    assert diagnosis.headline in Report(diagnosis).html()
     (shown,) = {f"{part:.0%}" for part in [mean_parts(facts.ranks)["waiting for data"] / steps]}
     assert shown == "40%"

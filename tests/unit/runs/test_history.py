@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.diagnosis.model import Diagnosis
-from hpml_orchestrator.diagnosis.wording import status_line
+from hpml_orchestrator.diagnosis.report import status_line
 from hpml_orchestrator.errors import JobFailedError
 from hpml_orchestrator.records.feed import Event
 from hpml_orchestrator.records.files import write_json
@@ -367,7 +367,7 @@ def test_each_figure_names_its_attempt(training: Training) -> None:
     training.world.scheduler.move("1", JobState.FAILED)
     assert " of attempt 2" in training.lines()["ended"][0]
     facts = gather(training.world.state(training.submission), now=training.world.clock.now)
-    assert "  attempt 2 of 2: FAILED in " in status_line(Diagnosis(facts))
+    assert "  attempt 2 of 2: FAILED in " in status_line(facts)
 
 
 def test_an_attempt_that_is_ending_keeps_its_figures(training: Training) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
+from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
-from hpml_orchestrator.diagnosis.wording import text as report_text
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.reporting import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.reporting import to_text as text
@@ -390,7 +390,7 @@ def test_no_line_ends_within_a_word(form: int) -> None:
     )
     first = Diagnosis(examples.facts(run=run), [finding], notes=[finding])
     other = second()
-    printed = report_text(first) if form else text(compare(first, other))
+    printed = str(Report(first)) if form else text(compare(first, other))
     words = " ".join(printed.split())
     assert verdict in words
     assert form == 0 or f"{change}: `stage.0.target: shm`" in words
