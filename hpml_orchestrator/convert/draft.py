@@ -13,7 +13,7 @@ import textwrap
 from dataclasses import dataclass, field
 from getpass import getuser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpml_orchestrator.convert.body import COPIES, NO_EPILOGUE, PROVIDED, REMOVES, Body, Line
 from hpml_orchestrator.convert.copies import LOCAL, Copies
@@ -64,6 +64,7 @@ from hpml_orchestrator.records.units import ALL_MEMORY, Gpus, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_Value: TypeAlias = Any  # of a field of the job, whatever its type
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTHONUNBUFFERED"})  # by hpml, after setup
 _SOFTWARE = frozenset({"module", "venv", "conda", "cd"})
@@ -158,7 +159,7 @@ class _Fields:
     job: Job
     stated: dict[str, list[int]] = field(default_factory=dict)  # dotted name -> lines
 
-    def put(self, name: str, value: Any, *lines: int) -> None:
+    def put(self, name: str, value: object, *lines: int) -> None:
         """Set a field by its dotted name."""
         self.job = _replaced(self.job, name.split("."), value)
         self.stated.setdefault(name, []).extend(lines)
@@ -167,7 +168,7 @@ class _Fields:
         """Give a field its default again."""
         *parents, last = name.split(".")
         if parents[-1:] != ["variables"]:
-            default: Any = Job(self.job.name)
+            default: _Value = Job(self.job.name)
             for part in name.split("."):
                 default = getattr(default, part)
             self.job = _replaced(self.job, name.split("."), default)
@@ -201,7 +202,7 @@ class _Fields:
         return result
 
 
-def _replaced(part: Any, names: list[str], value: object) -> Any:
+def _replaced(part: _Value, names: list[str], value: object) -> _Value:
     name, *rest = names
     if isinstance(part, dict):
         return {**part, name: value}
@@ -279,7 +280,7 @@ class _Import:
                     self._put_setup()
 
     def _shown_field(self, name: str) -> str:
-        value: Any = self.fields.job
+        value: _Value = self.fields.job
         for part in name.split("."):
             value = value[part] if isinstance(value, dict) else getattr(value, part)
         return str(value)
@@ -413,8 +414,7 @@ class _Import:
         hpml loads modules and activates environments before `environment.setup`. So they are fields
         only as long as no line before them must stay there; a `cd` also stays behind a `mkdir`.
 
-        Args:
-            names: variables that the launch line needs from the shell.
+        `names` are variables that the launch line needs from the shell.
         """
         before = [line for line in self.body.before if line.kind not in ("comment", "drop")]
         blocked = moved = active = False
@@ -490,7 +490,7 @@ class _Import:
             except ValueError as error:
                 option = header.options["array"]
                 self.report.lost(option.line, option.shown, str(error), "write `array` by hand")
-        launcher: Any = launch.launcher or "srun"
+        launcher: _Value = launch.launcher or "srun"
         modules = [n for li in self.body.before if li.kind == "module" for n in li.value.split()]
         others = [name for name in modules if _OTHER_MPI.search(name)]
         if launcher == "mpirun" and others:
@@ -602,7 +602,7 @@ class _Import:
             why = "a job file needs a time limit: the job gets one hour"
             self.report.lost(time.line, time.shown, why, "write resources.time")
         extra = header.extra.values()
-        values: dict[str, tuple[Any, tuple[str, ...]]] = {
+        values: dict[str, tuple[object, tuple[str, ...]]] = {
             "nodes": (size.nodes, ("nodes", "ntasks", "gpus")),
             "gpus": (size.gpus if header.gpus or gpus else None, (*header.gpus, "gres")),
             "ranks_per_gpu": (
@@ -633,10 +633,10 @@ class _Import:
         if header.mail_on:
             to = header.text("mail-user") or self.context.environment.get("USER") or getuser()
             lines = [*self._lines_of("mail-user"), *self._lines_of("mail-type")]
-            on: Any = tuple(header.mail_on)
+            on: _Value = tuple(header.mail_on)
             fields.put("resources.mail", Mail(to, on), *lines)
         if self.launch.binding:
-            policy: Any = self.launch.binding
+            policy: _Value = self.launch.binding
             fields.put("binding", Binding(policy), self.launch.line)
         self._put_checkpoint()
 
@@ -667,7 +667,7 @@ class _Import:
             fields.put("workdir", workdir, *self._lines_of("chdir"), *lines)
         self._put_variables()
         if launch.container:
-            container: Any = launch.container
+            container: _Value = launch.container
             if "image" in container:
                 mounts = tuple(container.get("mounts", ()))
                 value = Container(container["engine"], container["image"], mounts)
@@ -738,7 +738,7 @@ class _Import:
         ]
         parts = [part for part in option.value.split(",") if part] if option else []
         if option:
-            inherit: Any = "all" if {"ALL", "all"} & set(parts) else "minimal"
+            inherit = "all" if {"ALL", "all"} & set(parts) else "minimal"
             self.fields.put("environment.inherit", inherit, option.line)
         for part in parts:
             name, equals, value = part.partition("=")

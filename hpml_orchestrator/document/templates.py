@@ -11,7 +11,7 @@ from functools import cache
 import jinja2
 from markupsafe import Markup, escape
 
-from hpml_orchestrator import __version__, assets
+from hpml_orchestrator import assets
 from hpml_orchestrator.document.model import Bar, Bars, Block, Details, Document, Section
 from hpml_orchestrator.document.text import columns_of
 from hpml_orchestrator.errors import counted
@@ -25,6 +25,7 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
+from hpml_orchestrator.version import __version__
 
 _COLOURS = 11  # that style.css has, --c1 to --c11; further names have the same ones, hatched
 _MOST_TICKS = 8

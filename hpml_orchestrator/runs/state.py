@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlencode
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.submission import Submission
     from hpml_orchestrator.site.model import Site
 
+_End: TypeAlias = dict[str, Any]  # fields of a state that the scheduler has reported
 _FINAL, _ENDS = "final.json", "ends.json"
 _RECORDED_TEXTS = ("job_id", "state", "raw_state", "reason", "nodes")
 _RECORDED_NUMBERS = ("started", "ended", "exit_code", "attempts")
@@ -231,11 +232,11 @@ def read_ended_tasks(base: State) -> dict[int | None, State]:
     return {}
 
 
-def _end_of(state: State) -> dict[str, Any]:
+def _end_of(state: State) -> _End:
     return {name: getattr(state, name) for name in (*_RECORDED_TEXTS, *_RECORDED_NUMBERS)}
 
 
-def _read_ends(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+def _read_ends(path: Path) -> tuple[_End, dict[int, _End]]:
     """Return the recorded end of a submission, and those of its tasks; empty if damaged."""
     try:
         record = read_json(path)
@@ -245,8 +246,8 @@ def _read_ends(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
         return {}, {}
 
 
-def _checked_end(record: Mapping[str, Any]) -> dict[str, Any]:
-    end: dict[str, Any] = {"job_id": record["job_id"], "state": record["state"]}
+def _checked_end(record: Mapping[str, Any]) -> _End:
+    end: _End = {"job_id": record["job_id"], "state": record["state"]}
     end |= {name: record.get(name, "") for name in _RECORDED_TEXTS if name not in end}
     end |= {name: record.get(name) for name in _RECORDED_NUMBERS}
     end["attempts"] = record.get("attempts", 0)
@@ -259,9 +260,7 @@ def _checked_end(record: Mapping[str, Any]) -> dict[str, Any]:
     return end
 
 
-def _ended_tasks(
-    base: State, ends: Mapping[int, dict[str, Any]], job_id: str
-) -> dict[int | None, State]:
+def _ended_tasks(base: State, ends: Mapping[int, _End], job_id: str) -> dict[int | None, State]:
     submission = base.submission
     continued = submission.continued() if ends else {}
     return {

@@ -358,7 +358,7 @@ class Server(ThreadingHTTPServer):
         self._sans: Sequence[str] = ()
         self._listen, self._any_port, self._web_config = listen, any_port, web_config
         self._room = threading.Semaphore(self.limits.connections)
-        self._clients: dict[Any, tuple[float, socket.socket]] = {}
+        self._clients: dict[object, tuple[float, socket.socket]] = {}
         # By address: when it was answered last, or came.
         self._reported = -_FOREVER
 
@@ -402,7 +402,7 @@ class Server(ThreadingHTTPServer):
             for _, client in self._clients.values():
                 _shut(client)
 
-    def answered(self, address: Any, status: int) -> None:
+    def answered(self, address: object, status: int) -> None:
         """Count a response to a client."""
         with self.lock:
             self.counters.responses.setdefault(status, 0)
@@ -424,7 +424,7 @@ class Server(ThreadingHTTPServer):
                 time.sleep(_PAUSE_SECONDS)  # until there are free descriptors
             raise
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Serve a client in a new thread; if there are too many, close an idle one."""
         if not self._room.acquire(blocking=False):
             self.gave_up("crowded")
@@ -443,20 +443,20 @@ class Server(ThreadingHTTPServer):
             self._forget(client_address)
             raise
 
-    def _forget(self, address: Any) -> None:
+    def _forget(self, address: object) -> None:
         with self.lock:
             self._clients.pop(address, None)
             self.counters.connections = len(self._clients)
         self._room.release()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         """Serve a client until its end."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._forget(client_address)
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
+    def finish_request(self, request: Any, client_address: object) -> None:
         """Shake hands if this is a TLS port, then serve requests."""
         with suppress(OSError):  # the client is gone
             if self._context is None:
