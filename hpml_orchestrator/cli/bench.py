@@ -23,8 +23,9 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.follow import follow
-from hpml_orchestrator.cli.jobfile import NoCheckOption, backend_name, job_text, submit_rendered
+from hpml_orchestrator.cli.jobfile import NoCheckOption, job_text, submit_rendered
 from hpml_orchestrator.cli.process import EXIT_OUTLIER, notice
+from hpml_orchestrator.cli.render import backend_name
 from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, counted
 from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import first_few, rate_text

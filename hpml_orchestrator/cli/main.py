@@ -47,9 +47,9 @@ COMMANDS = {
     "resubmit": CommandEntry(
         "jobfile", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
     ),
-    "render": CommandEntry("jobfile", "render", "Print the batch script of a job.", _JOBS),
+    "render": CommandEntry("render", "render", "Print the batch script of a job.", _JOBS),
     "check": CommandEntry(
-        "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
+        "render", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
     "advise": CommandEntry(
         "advise", "advise", "Estimate whether a job fits into GPU and node memory.", _JOBS

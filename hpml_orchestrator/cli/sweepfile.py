@@ -14,8 +14,8 @@ import typer
 from hpml_orchestrator.check.job import refusal
 from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
-from hpml_orchestrator.cli.jobfile import backend_name
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.render import backend_name
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobfile.load import parse_setting, parse_yaml, read_mapping
 from hpml_orchestrator.jobfile.sweep import Sweep, make_sweep
