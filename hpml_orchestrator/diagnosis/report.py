@@ -1,6 +1,6 @@
 """The report of a run: its diagnosis as a document, and so as text, Markdown, page and JSON.
 
-The sentences are in `templates/report/run.j2`.
+The sentences of the report are in `templates/report/run.j2`; each finding brings its own.
 """
 
 from __future__ import annotations
