@@ -88,6 +88,10 @@ def report(
         refuse_with("--markdown", {"--html": html})
     if len(runs) > _COMPARED:
         raise InputError("one run is reported, two are compared", field="RUN", value=" ".join(runs))
+    if len(runs) == _COMPARED:
+        from hpml_orchestrator.sweeps.plan import check_extra  # noqa: PLC0415 - seldom needed
+
+        check_extra()
     store = store_of(context)
     site = chosen_site(context)
     server = chosen_prometheus(context, prometheus, prometheus_auth)
@@ -100,9 +104,6 @@ def report(
         for submission in submissions
     ]
     if len(diagnoses) == _COMPARED:
-        from hpml_orchestrator.sweeps.plan import check_extra  # noqa: PLC0415 - seldom needed
-
-        check_extra()
         from hpml_orchestrator.sweeps.reporting import RunsReport  # noqa: PLC0415 - loads scipy
 
         _show(RunsReport(*diagnoses), as_json=as_json, as_markdown=as_markdown, html=html)

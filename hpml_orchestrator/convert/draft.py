@@ -10,10 +10,10 @@ import os
 import re
 import shlex
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.body import COPIES, NO_EPILOGUE, PROVIDED, REMOVES, Body, Line
 from hpml_orchestrator.convert.copies import LOCAL, Copies
@@ -35,7 +35,14 @@ from hpml_orchestrator.convert.launch import (
     add_srun_options,
     ranks_per_domain,
 )
-from hpml_orchestrator.convert.report import ImportNote, ImportReport, by_hand, printable
+from hpml_orchestrator.convert.report import (
+    DraftFields,
+    ImportNote,
+    ImportReport,
+    Value,
+    by_hand,
+    printable,
+)
 from hpml_orchestrator.convert.values import HOLE, Values, has_hole, hole_names, shown
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.jobfile.load import merge
@@ -50,12 +57,9 @@ from hpml_orchestrator.jobfile.text import (
 from hpml_orchestrator.jobfile.write import job_text
 from hpml_orchestrator.records.ids import parse_array
 from hpml_orchestrator.records.job import (
-    JOB_FIELDS,
     Binding,
     Container,
     Job,
-    JobPart,
-    Json,
     Mail,
     Resources,
 )
@@ -64,7 +68,6 @@ from hpml_orchestrator.records.units import ALL_MEMORY, Gpus, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_Value: TypeAlias = Any  # of a field of the job, whatever its type
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTHONUNBUFFERED"})  # by hpml, after setup
 _SOFTWARE = frozenset({"module", "venv", "conda", "cd"})
@@ -149,68 +152,6 @@ def import_script(text: str, *, name: str, context: ImportContext) -> Imported:
     return _Import(text, name, context).draft()
 
 
-@dataclass
-class _Fields:
-    """The job of a draft, and which of its fields the script states.
-
-    A stated field is written even if it is hpml's default: a site profile may have another.
-    """
-
-    job: Job
-    stated: dict[str, list[int]] = field(default_factory=dict)  # dotted name -> lines
-
-    def put(self, name: str, value: object, *lines: int) -> None:
-        """Set a field by its dotted name."""
-        self.job = _replaced(self.job, name.split("."), value)
-        self.stated.setdefault(name, []).extend(lines)
-
-    def remove(self, name: str) -> None:
-        """Give a field its default again."""
-        *parents, last = name.split(".")
-        if parents[-1:] != ["variables"]:
-            default: _Value = Job(self.job.name)
-            for part in name.split("."):
-                default = getattr(default, part)
-            self.job = _replaced(self.job, name.split("."), default)
-        else:
-            variables = {n: v for n, v in self.job.environment.variables.items() if n != last}
-            self.job = _replaced(self.job, parents, variables)
-        del self.stated[name]
-
-    def written(self) -> Json:
-        """Return the stated fields as the job file has them."""
-        result: Json = {}
-        for name in JOB_FIELDS:
-            for stated in (one for one in self.stated if one.split(".")[0] == name):
-                *parents, last = stated.split(".")
-                place, part = result, self.job
-                for parent in parents:
-                    place, part = place.setdefault(parent, {}), getattr(part, parent)
-                if isinstance(part, dict):
-                    place[last] = part[last]
-                    continue
-                value = getattr(part, last)
-                brief = isinstance(value, JobPart)
-                place[last] = value.to_json(defaults=False) if brief else part.written(last)
-                if isinstance(value, tuple) and value and isinstance(value[0], JobPart):
-                    place[last] = [one.to_json(defaults=False) for one in value]
-        gpus = str(result.get("resources", {}).get("gpus", ""))
-        if gpus.isdigit():
-            result["resources"]["gpus"] = int(gpus)
-        if "binding" in result:
-            result["binding"] = self.job.binding.policy
-        return result
-
-
-def _replaced(part: _Value, names: list[str], value: object) -> _Value:
-    name, *rest = names
-    if isinstance(part, dict):
-        return {**part, name: value}
-    return dataclasses.replace(
-        part, **{name: _replaced(getattr(part, name), rest, value) if rest else value}
-    )
-
-
 class _Import:
     def __init__(self, text: str, name: str, context: ImportContext) -> None:
         self.text, self.name, self.context = text, name, context
@@ -229,7 +170,7 @@ class _Import:
         self.copies = Copies(self.values.variables.keys())
         job = self.header.text("job-name") or os.path.splitext(os.path.basename(name))[0]
         job = re.sub(r"[^A-Za-z0-9._+-]+", "-", job).lstrip("._+-")[:64] or "job"
-        self.fields = _Fields(Job(job))
+        self.fields = DraftFields(Job(job))
         self.exports: dict[str, str] = {}  # lines at the end of setup
         self.workdir = start
         self.by_shell = self._needs_shell()
@@ -271,16 +212,28 @@ class _Import:
                 if not names or names == ["name"]:
                     raise
                 name = max(names, key=len)
-                written, numbers = self._shown_field(name), self.fields.stated[name]
-                why = f"it cannot be {name}: {problem.message}"
-                self.report.lost(min(numbers, default=0), written, why, "write it by hand")
-                self.fields.remove(name)
-                if name in ("script", "module", "command", "args"):
-                    self._put_shell()
-                    self._put_setup()
+                self._withdraw(name, f"it cannot be {name}: {problem.message}")
+
+    def _withdraw(self, name: str, why: str) -> None:
+        """Make comments of the lines of a field that does not load."""
+        written, numbers = self._shown_field(name), set(self.fields.stated[name])
+        self.fields.remove(name)
+        lines = [one for one in (*self.body.before, *self.body.after) if one.line in numbers]
+        if name == "environment.setup":  # one line may spoil it
+            faulty = [one for one in lines if "\ufffd" in printable(one.source)]
+            lines = faulty or lines
+        for line in lines:
+            line.in_setup = line.is_field = False
+            self.report.lost(line.line, line.source, why, "write it by hand")
+        if not lines:
+            self.report.lost(min(numbers, default=0), written, why, "write it by hand")
+        if name in ("script", "module", "command", "args"):
+            self._put_shell()
+        if name in ("script", "module", "command", "args", "environment.setup"):
+            self._put_setup()
 
     def _shown_field(self, name: str) -> str:
-        value: _Value = self.fields.job
+        value: Value = self.fields.job
         for part in name.split("."):
             value = value[part] if isinstance(value, dict) else getattr(value, part)
         return str(value)
@@ -359,7 +312,7 @@ class _Import:
         copies_there = re.search(rf"\b({'|'.join(COPIES)})\s", line.source) and (
             line.directories[1] or self.body.is_on_node(line.source, LOCAL)
         )
-        line.is_field = why == ""
+        line.is_field = why == "" or line in self._calls()
         if line.kind in ("comment", "drop") or line.is_field:
             return
         if why or (copies_there and not line.results):
@@ -442,14 +395,14 @@ class _Import:
         self._claim_constants(before)
 
     def _claim_constants(self, before: list[Line]) -> None:
-        read = set(re.findall(r"\w+", self.launch.source))
+        read = _read_names(self.launch.source)
         for line in reversed(before):  # constants of the program's words, and of variables
             if line.in_setup and not self._is_kept(line):
                 line.in_setup, line.kind = False, "drop"
             elif line.assigned and not line.exported:
                 line.is_field = bool(line.assigned.keys() & read)
             if line.is_field or line.exported:
-                read |= set(re.findall(r"\w+", line.source))
+                read |= _read_names(line.source)
 
     def _is_unknown(self, line: Line) -> bool:
         values = [value for name, value in line.assigned.items() if name not in PROVIDED]
@@ -472,12 +425,16 @@ class _Import:
         if line.kind == "keep" and re.match(r"(?!.*\|\|).*\bread\b.* -d ''", line.source):
             why = "`read -d ''` ends with status 1, which ends hpml's job"
             self.report.lost(line.line, line.source, why, "write `|| :` behind it, before the <<")
+        if line.kind != "quiet":
+            self._note_sizes(line, line.source)
+        return True
+
+    def _note_sizes(self, line: Line, text: str) -> None:
         for name, value in self.size.variables().items():
             given = self.known.get(name, "")
-            if line.kind != "quiet" and re.search(rf"\b{name}\b", line.source) and given != value:
+            if re.search(rf"\b{name}\b", text) and given != value:
                 why = f"{name} is {given or 'not set'} in the script's job, {value} in hpml's"
                 self.report.lost(line.line, line.source, why, f"write a number for ${name}")
-        return True
 
     # Fields.
 
@@ -490,7 +447,7 @@ class _Import:
             except ValueError as error:
                 option = header.options["array"]
                 self.report.lost(option.line, option.shown, str(error), "write `array` by hand")
-        launcher: _Value = launch.launcher or "srun"
+        launcher: Value = launch.launcher or "srun"
         modules = [n for li in self.body.before if li.kind == "module" for n in li.value.split()]
         others = [name for name in modules if _OTHER_MPI.search(name)]
         if launcher == "mpirun" and others:
@@ -568,10 +525,12 @@ class _Import:
             if name in self.fields.stated:
                 self.fields.remove(name)
         if self.body.line.block and not launch.launcher:
-            text = self.body.line.source
+            text = self._block_text()
+            own = "" if self._calls() else self.body.line.source
         else:
-            text = "exec " + " ".join(map(_shell_word, launch.words))
-        if match := re.search(r"\$([1-9]|\{[1-9](?!:?[-=]))", text):
+            own = text = "exec " + " ".join(map(_quoted, launch.words))
+        # In a function of the script $1 is the function's.
+        if match := re.search(r"\$([1-9]|\{[1-9](?!:?[-=]))", own):
             why = "`hpml submit` passes no arguments to the program"
             launch.lost(match[0], why, "write its value into the command")
         used = re.findall(r"\$\{?[#!]?([A-Za-z_]\w*)", text)
@@ -585,6 +544,28 @@ class _Import:
                 self.exports.setdefault(name, line)
         self.fields.put("command", ("bash", "-c", _escaped(text)), launch.line)
         launch.changed(_BY_SHELL, "write them into `args` if you know them")
+
+    def _calls(self) -> list[Line]:
+        """Return the lines that call the function which the launch line is in."""
+        block = self.body.line
+        if block.block != "a function" or self.launch.launcher:
+            return []
+        return [one for one in self.body.after if one.kind != "comment" and _names(block, one)]
+
+    def _block_text(self) -> str:
+        """Return the loop, pipeline or function around the program, and what it needs to run."""
+        block, calls = self.body.line, self._calls()
+        if block.block == "a function" and not calls:
+            self.launch.lost(block.source, "the script calls it nowhere", "call it in command")
+        text = "\n".join([block.source, *(one.source for one in calls)])
+        self._note_sizes(block, text)
+        for line in reversed(self.body.before):
+            if line.block == "a function" and _names(line, text):
+                text = f"{line.source}\n{text}"
+        options = [one for one in self.body.before if re.match(r"(set|shopt)\b", one.source)]
+        for line in options:
+            line.is_field = True
+        return "\n".join([*(one.source for one in options), text])
 
     def _put_resources(self) -> None:
         size, header, fields, sizes = self.size, self.header, self.fields, self.launch.sizes
@@ -633,10 +614,10 @@ class _Import:
         if header.mail_on:
             to = header.text("mail-user") or self.context.environment.get("USER") or getuser()
             lines = [*self._lines_of("mail-user"), *self._lines_of("mail-type")]
-            on: _Value = tuple(header.mail_on)
+            on: Value = tuple(header.mail_on)
             fields.put("resources.mail", Mail(to, on), *lines)
         if self.launch.binding:
-            policy: _Value = self.launch.binding
+            policy: Value = self.launch.binding
             fields.put("binding", Binding(policy), self.launch.line)
         self._put_checkpoint()
 
@@ -667,7 +648,7 @@ class _Import:
             fields.put("workdir", workdir, *self._lines_of("chdir"), *lines)
         self._put_variables()
         if launch.container:
-            container: _Value = launch.container
+            container: Value = launch.container
             if "image" in container:
                 mounts = tuple(container.get("mounts", ()))
                 value = Container(container["engine"], container["image"], mounts)
@@ -857,12 +838,30 @@ def _escaped(text: str) -> str:
     return BRACES.sub(doubled, text)
 
 
+def _names(function: Line, text: Line | str) -> bool:
+    """Whether a text has the name of a function of the script."""
+    name = re.match(r"(?:function\s+)?([^\s(){}]+)", function.source)
+    source = text if isinstance(text, str) else text.source
+    return name is not None and bool(re.search(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", source))
+
+
+def _read_names(source: str) -> set[str]:
+    """Return the variables that a line of the script reads; in arithmetic they have no `$`."""
+    return set(
+        re.findall(r"\w+" if "((" in source or "[[" in source else r"\$\{?[#!]?(\w+)", source)
+    )
+
+
 def _shell_word(value: str) -> str:
     """Return a value as one word of a shell line, with variables in place of placeholders."""
     value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
     value = re.sub(r"\{(local|shm)\.dir\}", lambda m: f'\0"$HPML_{m[1].upper()}_DIR"\0', value)
     value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')
-    value = re.sub(r"\{env\.(\w+)\}", r'\0"$\1"\0', value)
+    return _quoted(re.sub(r"\{env\.(\w+)\}", r'\0"$\1"\0', value))
+
+
+def _quoted(value: str) -> str:
+    """Return a value of the script as one word of a shell line."""
     if not value:
         return "''"
     parts = HOLE.split(value)

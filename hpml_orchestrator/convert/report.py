@@ -1,15 +1,18 @@
-"""Notes about the lines of a script that an import did not carry over unchanged."""
+"""What a draft states: fields of the job, and notes on lines that are carried over otherwise."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from hpml_orchestrator.records.job import JOB_FIELDS, Job, JobPart, Json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Kind = Literal["lost", "changed", "dropped"]
+Value: TypeAlias = Any  # of a field of the job, whatever its type
 
 OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 """Reason and advice for a file that the script names for its output."""
@@ -114,3 +117,65 @@ def report_lines(name: str, notes: tuple[ImportNote, ...]) -> Iterator[str]:
         if todo and todo not in hints:
             yield f"    -> {todo}"
         hints.add(todo)
+
+
+@dataclass
+class DraftFields:
+    """The job of a draft, and which of its fields the script states.
+
+    A stated field is written even if it is hpml's default: a site profile may have another.
+    """
+
+    job: Job
+    stated: dict[str, list[int]] = field(default_factory=dict)  # dotted name -> lines
+
+    def put(self, name: str, value: object, *lines: int) -> None:
+        """Set a field by its dotted name."""
+        self.job = _replaced(self.job, name.split("."), value)
+        self.stated.setdefault(name, []).extend(lines)
+
+    def remove(self, name: str) -> None:
+        """Give a field its default again."""
+        *parents, last = name.split(".")
+        if parents[-1:] != ["variables"]:
+            default: Value = Job(self.job.name)
+            for part in name.split("."):
+                default = getattr(default, part)
+            self.job = _replaced(self.job, name.split("."), default)
+        else:
+            variables = {n: v for n, v in self.job.environment.variables.items() if n != last}
+            self.job = _replaced(self.job, parents, variables)
+        del self.stated[name]
+
+    def written(self) -> Json:
+        """Return the stated fields as the job file has them."""
+        result: Json = {}
+        for name in JOB_FIELDS:
+            for stated in (one for one in self.stated if one.split(".")[0] == name):
+                *parents, last = stated.split(".")
+                place, part = result, self.job
+                for parent in parents:
+                    place, part = place.setdefault(parent, {}), getattr(part, parent)
+                if isinstance(part, dict):
+                    place[last] = part[last]
+                    continue
+                value = getattr(part, last)
+                brief = isinstance(value, JobPart)
+                place[last] = value.to_json(defaults=False) if brief else part.written(last)
+                if isinstance(value, tuple) and value and isinstance(value[0], JobPart):
+                    place[last] = [one.to_json(defaults=False) for one in value]
+        gpus = str(result.get("resources", {}).get("gpus", ""))
+        if gpus.isdigit():
+            result["resources"]["gpus"] = int(gpus)
+        if "binding" in result:
+            result["binding"] = self.job.binding.policy
+        return result
+
+
+def _replaced(part: Value, names: list[str], value: object) -> Value:
+    name, *rest = names
+    if isinstance(part, dict):
+        return {**part, name: value}
+    return dataclasses.replace(
+        part, **{name: _replaced(getattr(part, name), rest, value) if rest else value}
+    )

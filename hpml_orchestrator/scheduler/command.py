@@ -1,6 +1,6 @@
 """Run a scheduler's client commands: the only module of this package that starts processes.
 
-Code takes a `Runner`; tests pass `hpml_orchestrator.testing.FakeRunner`.
+Code takes a `Runner`; tests pass `hpml_orchestrator.testing.runner.FakeRunner`.
 """
 
 from __future__ import annotations

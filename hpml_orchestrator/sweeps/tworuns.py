@@ -109,7 +109,9 @@ def compare_runs(first: Diagnosis, second: Diagnosis) -> RunComparison:
     one, other = first.facts, second.facts
     if one.run == other.run:
         raise InputError("name two different runs", field="RUN", value=one.run)
-    against, work = [*doubts(one, other)], (*_differences(one, other),)
+    # Arguments may have several lines; a sentence has one.
+    against = [" ".join(text.split()) for text in doubts(one, other)]
+    work = tuple(" ".join(text.split()) for text in _differences(one, other))
     rated = all(samples_per_second(facts.ranks) for facts in (one, other))
     if against or not rated:  # without rates only times are known, and they are of different work
         against += work

@@ -52,6 +52,17 @@ module load cuda
 cd src
 python ../train.py
 """,
+    "a function around the program, with options of the shell": r"""
+#SBATCH --time=10
+set -euo pipefail
+note() { echo "note $*"; }
+run() {
+  note start
+  python train.py --seed "$1" --name '{job.id}'
+}
+run 1
+run 2
+""",
     "values of the job": r"""
 #SBATCH --time=10
 RUN=$(uuidgen)

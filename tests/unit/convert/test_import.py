@@ -672,6 +672,34 @@ def test_every_line_after_the_launch_is_reported() -> None:
     assert "collect" not in written(made)
 
 
+def test_a_block_keeps_the_options_of_its_shell() -> None:
+    """Otherwise a program that fails in a pipeline would count as completed."""
+    made = imported("#SBATCH --time=1", "set -o pipefail", "python t.py 2>&1 | grep -v '{job.id}'")
+    shell = "set -o pipefail\npython t.py 2>&1 | grep -v '{{job.id}}'"
+    assert written(made)["command"] == ["bash", "-c", shell]
+
+
+def test_sizes_of_the_scripts_job_in_a_block_are_reported() -> None:
+    """There hpml's ranks have other numbers of tasks and CPUs."""
+    header = "#SBATCH --ntasks=4 --cpus-per-task=2 --time=1"
+    made = imported(header, "for i in 1 2; do python t.py $i $SLURM_NTASKS; done")
+    assert any("SLURM_NTASKS is 4" in note.why for note in notes(made, "lost"))
+
+
+def test_only_the_line_that_a_field_cannot_hold_becomes_a_comment() -> None:
+    """A control character does not take the other lines of setup with it."""
+    made = imported("#SBATCH --time=1", "ulimit -n 9", 'echo "a\033[1m"', "./get.sh", "python t.py")
+    kept = written(made)["environment"]["setup"].splitlines()
+    assert [line for line in kept if line[0] != "#"] == ["ulimit -n 9", "./get.sh"]
+    assert any(line.startswith("#   echo") for line in kept)
+    assert [note.line for note in notes(made, "lost")] == [4]
+
+
+def test_a_variable_that_nothing_reads_is_a_comment() -> None:
+    """A word of the program with its name is no use of it."""
+    assert "#   data=/x" in imported("#SBATCH --time=1", "data=/x", "python t.py --data /y").text
+
+
 def test_lines_that_hpml_replaces_are_reported() -> None:
     """What it sets itself, and what follows the program on its line."""
     lines = ["export RANK=0", "MASTER_PORT=1", "export CUDA_VISIBLE_DEVICES=0"]

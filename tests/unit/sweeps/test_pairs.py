@@ -286,6 +286,11 @@ def with_args(*words: str, **more: Any) -> dict[str, Any]:
             "different variables: EPOCHS=3 and EPOCHS=4",
         ),
         (
+            with_args(environment={"variables": {"CODE": "import a\n\na.b()"}}),
+            with_args(environment={"variables": {"CODE": "import c"}}),
+            "different variables: CODE=import a a.b() and CODE=import c",
+        ),
+        (
             {"values": {"--lr": 0.1, "seed": 1}},
             {"values": {"--lr": 0.25, "seed": 1}},
             "different values of the sweep: lr=0.1 and lr=0.25",
