@@ -22,7 +22,8 @@ from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose, cluster_here
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED, cancel
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
-from hpml_orchestrator.runs.prepare import ResolvedJob, load_job, render_job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.reporting.description import last_result
 from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.check.memory import advise as advise_job
-from hpml_orchestrator.check.memory import (
-    command_of,
-    extension_notes,
-    gpu_memory,
-    measure,
-    name_of,
-    needs_of,
-)
+from hpml_orchestrator.check.memory import extension_notes, gpu_memory, needs_of
+from hpml_orchestrator.check.memory_run import command_of, measure, name_of
 from hpml_orchestrator.cli.common import (
     JobFile,
     JsonOption,
@@ -31,14 +25,16 @@ from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.records.units import MIB, parse_size_mib
 from hpml_orchestrator.runs.backend import choose
-from hpml_orchestrator.runs.prepare import load_job, resolve_stage_targets, room_of_site
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.processes import memory_mb
 from hpml_orchestrator.sweeps.plan import ProgramArguments, batch_argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpml_orchestrator.check.memory import Advice, Measured
+    from hpml_orchestrator.check.memory import Advice
+    from hpml_orchestrator.check.memory_run import Measured
     from hpml_orchestrator.records.job import Job
 
 _MOST_SECONDS = 3600

@@ -30,7 +30,8 @@ from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, co
 from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.texts import first_few, rate_text
 from hpml_orchestrator.runs.follow import refuse_failed
-from hpml_orchestrator.runs.prepare import Rendered, load_job, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.site.profile import site_for

@@ -38,7 +38,8 @@ from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.runs.backend import open_backend
-from hpml_orchestrator.runs.prepare import Rendered, load_job, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.requeue import (
     checkpoint_directory,
     claim_checkpoints,

@@ -26,7 +26,8 @@ from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.runs.backend import choose
-from hpml_orchestrator.runs.prepare import Rendered, explained, load_job, render_job, write_rendered
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import Rendered, explained, render_job, write_rendered
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import CheckReport

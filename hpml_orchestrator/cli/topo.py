@@ -38,7 +38,7 @@ from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.records.job import Policy
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.reporting.summary import node_topology, read_binding
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of

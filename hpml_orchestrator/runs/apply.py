@@ -15,7 +15,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.jobfile.load import parse_yaml, read_fields
 from hpml_orchestrator.jobfile.write import JobDocument, job_text, one_line
 from hpml_orchestrator.records.files import read_text_or_nothing, write_users_file
-from hpml_orchestrator.runs.prepare import ResolvedJob, load_job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.script.template import variable
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from hpml_orchestrator.records.store import Store, open_store
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.cancel import cancel
-from hpml_orchestrator.runs.prepare import Rendered, ResolvedJob, load_job, render_job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
+from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script.render import leaves_out

@@ -25,7 +25,7 @@ from hpml_orchestrator.jobfile.text import PLACEHOLDER
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.job import JOB_FIELDS, Job
 from hpml_orchestrator.records.units import format_time
-from hpml_orchestrator.runs.prepare import SiteChoice, load_job
+from hpml_orchestrator.runs.load import SiteChoice, load_job
 from hpml_orchestrator.scheduler.local.processes import cpu_ids
 from hpml_orchestrator.scheduler.slurm.client import is_one_machine
 from hpml_orchestrator.sweeps.plan import (

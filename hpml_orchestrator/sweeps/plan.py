@@ -38,7 +38,7 @@ from hpml_orchestrator.records.job import Job, Json
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.records.units import Prepared
-from hpml_orchestrator.runs.prepare import ResolvedJob
+from hpml_orchestrator.runs.load import ResolvedJob
 from hpml_orchestrator.site.profile import site_for
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.runs.prepare import load_job, prepare, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script.render import Capabilities
 
 TASKS = 10_000

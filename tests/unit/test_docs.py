@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.jobfile.sweep import load_sweep
 from hpml_orchestrator.records.feed import VOCABULARY
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.render import directives
 from hpml_orchestrator.site.model import load_site
 from hpml_orchestrator.sweeps.expand import make_plan

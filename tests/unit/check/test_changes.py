@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.changes import data_argument
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 
 STARTED = 2e9
 TREES = (

@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.check.job import CheckReport, check_job, check_local, invalid_job, refusal
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from hpml_orchestrator.site.model import ResolvedSite, Site

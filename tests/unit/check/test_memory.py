@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.memory import (
-    Advice,
-    Measured,
-    advise,
-    check_memory,
-    extension_notes,
-    needs_of,
-)
+from hpml_orchestrator.check.memory import Advice, advise, check_memory, extension_notes, needs_of
+from hpml_orchestrator.check.memory_run import Measured
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.job import Job
 from hpml_orchestrator.records.store import Store

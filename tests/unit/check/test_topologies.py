@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.check.request import topologies_of
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.site.model import ResolvedSite, load_site
 from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan

@@ -191,7 +191,7 @@ def test_a_program_that_is_too_slow(advised: Advised) -> None:
 @TRAINS
 def test_a_program_that_needs_too_much(advised: Advised, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended before the machine has no memory left."""
-    name = "hpml_orchestrator.check.memory.memory_headroom"
+    name = "hpml_orchestrator.check.memory_run.memory_headroom"
     monkeypatch.setattr(name, lambda: Headroom(400_000_000, ""))
     done = advised(f"{TRAINING}block = b'1' * 500_000_000\ntime.sleep(600)")
     assert done.refuses(6, "it took more than the 305.2 MiB that this machine can spare")

@@ -16,7 +16,8 @@ import pytest
 from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.prepare import load_job, prepare, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script.render import Capabilities
 from tests.unit.cli.support import Hpml, Shell
 

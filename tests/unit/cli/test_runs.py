@@ -17,7 +17,8 @@ import pytest
 
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.prepare import load_job, prepare, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.slurm import client

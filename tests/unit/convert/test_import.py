@@ -16,7 +16,7 @@ from hpml_orchestrator.convert.report import ImportNote
 from hpml_orchestrator.convert.shell import read_script
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 from hpml_orchestrator.jobfile.load import is_in, leaves, parse_yaml
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.render import Capabilities, render
 from hpml_orchestrator.site.model import ResolvedSite, Site
 

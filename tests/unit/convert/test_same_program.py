@@ -18,7 +18,7 @@ import pytest
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.convert.draft import ImportContext, Imported, import_script
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.script.render import Capabilities, render
 from tests.unit.convert import fakes
 from tests.unit.convert.table import SAME

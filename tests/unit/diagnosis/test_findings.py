@@ -30,7 +30,7 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.scheduler.local.processes import LocalMachine
 from tests.unit.diagnosis.jobs import complete
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.prepare import ResolvedJob, load_job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.site.model import ResolvedSite, load_site
 
 Load = Callable[..., ResolvedJob]

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 
 if TYPE_CHECKING:
     from tests.unit.jobfile.conftest import Load

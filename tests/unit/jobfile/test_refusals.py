@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.prepare import ResolvedJob
+from hpml_orchestrator.runs.load import ResolvedJob
 
 Load = Callable[..., ResolvedJob]
 BASE = {"name": "name: a", "script": "script: x.py"}

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.jobfile.load import parse_setting
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.site.model import load_site
 from hpml_orchestrator.site.profile import find_profiles
 

@@ -17,7 +17,8 @@ from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.schema import WaitedRun
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
-from hpml_orchestrator.runs.prepare import load_job, prepare, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.state import State
 from hpml_orchestrator.runs.status import states

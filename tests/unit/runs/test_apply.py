@@ -12,7 +12,7 @@ import pytest
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.apply import job_of_run
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from tests.unit.runs.tuning import Desk, chosen
 
 JOB = """\

@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.runs.prepare import load_job
+from hpml_orchestrator.runs.load import load_job
 from hpml_orchestrator.runs.prune import prune
 from hpml_orchestrator.runs.requeue import (
     checkpoint_directory,

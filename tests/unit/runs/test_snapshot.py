@@ -12,7 +12,8 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs import snapshot as module
-from hpml_orchestrator.runs.prepare import load_job, render_job, write_rendered
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import render_job, write_rendered
 from hpml_orchestrator.runs.reporting.summary import Summary
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
 from hpml_orchestrator.runs.snapshot import Snapshot

@@ -12,13 +12,8 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.job import Job
-from hpml_orchestrator.runs.prepare import (
-    NodeRoom,
-    ResolvedJob,
-    load_job,
-    resolve_stage_targets,
-    room_of_site,
-)
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
+from hpml_orchestrator.runs.prepare import NodeRoom, resolve_stage_targets, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.site.model import Site
 from hpml_orchestrator.staging.pack import PackRequest, pack

@@ -11,7 +11,8 @@ from hpml_orchestrator.jobfile.load import parse_setting
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.apply import ChangedFile, changed_file, write_changed
-from hpml_orchestrator.runs.prepare import load_job, prepare, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script.render import Capabilities
 
 

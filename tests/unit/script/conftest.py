@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.runs.prepare import ResolvedJob, load_job
+from hpml_orchestrator.runs.load import ResolvedJob, load_job
 from hpml_orchestrator.scheduler import local
 from hpml_orchestrator.script import archive
 from hpml_orchestrator.script.render import Capabilities, render, render_agent

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.prepare import load_job, render_job
+from hpml_orchestrator.runs.load import load_job
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.script.render import Capabilities
 from hpml_orchestrator.site.model import ResolvedSite, Site
 
