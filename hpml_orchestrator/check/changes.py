@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.bench.results import peaks_of_run
-from hpml_orchestrator.check.paths import check_stages
+from hpml_orchestrator.check.stages import check_stages
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile

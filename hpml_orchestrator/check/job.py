@@ -641,7 +641,7 @@ def _stages(
     """Check `stage`; for a job on this machine, whose environment is given, also the targets."""
     if not job.stage:
         return [], {}
-    from hpml_orchestrator.check.paths import check_stages, check_targets  # noqa: PLC0415 - loads all of staging
+    from hpml_orchestrator.check.stages import check_stages, check_targets  # noqa: PLC0415 - loads all of staging
 
     findings, sizes = check_stages(job, seconds=seconds)
     if here is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.paths import check_stages, check_targets
+from hpml_orchestrator.check.stages import check_stages, check_targets
 from hpml_orchestrator.records.job import Job
 
 
@@ -146,7 +146,7 @@ def test_urls_are_downloaded_before(source: str, hint: str) -> None:
 
 def test_many_files_that_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning on Lustre and GPFS only, and not about what the program writes."""
-    monkeypatch.setattr("hpml_orchestrator.check.paths._MANY_FILES", 3)
+    monkeypatch.setattr("hpml_orchestrator.check.stages._MANY_FILES", 3)
     for index in range(4):
         (tmp_path / str(index % 2)).mkdir(exist_ok=True)
         (tmp_path / str(index % 2) / f"{index}.png").touch()
@@ -154,7 +154,7 @@ def test_many_files_that_are_read_in_place(tmp_path: Path, monkeypatch: pytest.M
     asked = replace(job(), args=tuple(words), workdir=str(tmp_path))
     for kind, fields in (("lustre", ["args.0", "args.2"]), ("nfs4", [])):
         monkeypatch.setattr(
-            "hpml_orchestrator.check.paths.file_system_type", lambda _, kind=kind: kind
+            "hpml_orchestrator.check.stages.file_system_type", lambda _, kind=kind: kind
         )
         findings, _ = check_stages(asked, seconds=9)
         assert [finding.field for finding in findings] == fields
