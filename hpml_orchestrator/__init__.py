@@ -4,8 +4,6 @@ The Python API is in `api/` and is imported when one of its names is used, so th
 `import hpml_orchestrator` stays cheap. docs/python.md describes it.
 """
 
-from hpml_orchestrator.version import __version__
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hpml_orchestrator.api.runs import Run, list_runs, make_job, run, submit, sweep_report
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from hpml_orchestrator.records.job import Job
+    from hpml_orchestrator.version import __version__
 
 __all__ = [
     "HpmlError",
@@ -44,7 +43,7 @@ __all__ = [
 
 
 _API = frozenset({"Job", "Report", "Run", "list_runs", "make_job", "run", "submit", "sweep_report"})
-"""The names that `api/runs.py` has; the errors are in `errors.py`."""
+"""The names in `api/runs.py`; the errors are in `errors.py`."""
 
 
 def __getattr__(name: str) -> object:
@@ -52,7 +51,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415 - few users of the package need it
 
-    module = "api.runs" if name in _API else "errors"
+    module = "api.runs" if name in _API else "version" if name == "__version__" else "errors"
     return getattr(import_module(f"{__name__}.{module}"), name)
 
 

@@ -525,7 +525,7 @@ def test_a_refusal_leaves_no_job(bench: Bench) -> None:
         ({"nodes": 2}, "2 nodes; .* has 1$"),
         ({"ranks_per_node": 3}, r"3 CPUs \(3 ranks of 1\); .* has 2$"),
         ({"launcher": "torchrun", "cpus_per_rank": 3}, "3 CPUs"),
-        ({"memory": "2G"}, "2G of memory; .* has 1024"),
+        ({"memory": "2G"}, "2G of memory; .* has 1G"),
         ({"array": "0-1000"}, "1001 array tasks; .* has 1000$"),
     ],
 )
