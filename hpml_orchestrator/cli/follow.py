@@ -21,7 +21,6 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
 from hpml_orchestrator.errors import HpmlError, NotFoundError
-from hpml_orchestrator.runs.attach import attachment
 from hpml_orchestrator.runs.follow import (
     Tail,
     refuse_failed,
@@ -230,6 +229,8 @@ def attach(
     refuse_empty({"--node": node})
     store = store_of(context)
     submission = one_run(store.resolve(run, newest=True), field="RUN", has="nodes")
+    from hpml_orchestrator.runs.attach import attachment  # noqa: PLC0415 - loads script rendering
+
     joined = attachment(
         states(store, [submission])[0],
         appended_arguments(context),

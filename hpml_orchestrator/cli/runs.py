@@ -20,6 +20,7 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.jobfile.text import parse_since
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import elapsed_text
 from hpml_orchestrator.runs.select import STATES, parse_states, select
@@ -92,8 +93,6 @@ def list_(
 
 
 def _since(text: str) -> float:
-    from hpml_orchestrator.jobfile.text import parse_since  # noqa: PLC0415 - needs pydantic
-
     return parse_since(text, field="--since", now=time.time())
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.jobfile.text import (
@@ -54,6 +54,15 @@ _ADVICE = {
 }
 _WITH_PLACEHOLDERS = re.compile(r"(args|command|collect|environment\.variables)\b")
 _OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b")  # see the fields
+
+
+class Model(BaseModel):
+    """Base of all models: it refuses unknown fields, and nothing changes after validation.
+
+    The docstring below a field is its description in the JSON Schema (`schema.py`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def contradictions(job: Job) -> Iterator[InputError]:
@@ -267,7 +276,7 @@ def wrong_targets(job: Job) -> Iterator[InputError]:
 
 # Convert pydantic's findings to one error with each field, its value and the right form.
 
-Model = type[BaseModel] | type[JobPart]
+ModelType = type[BaseModel] | type[JobPart]
 
 _PART_CHARS = 60
 
@@ -337,7 +346,9 @@ _SHORT_FORMS = {
 }
 
 
-def problems_of(error: ValidationError, model: Model = Job, prefix: str = "") -> list[InputError]:
+def problems_of(
+    error: ValidationError, model: ModelType = Job, prefix: str = ""
+) -> list[InputError]:
     """Return one error per finding, with its field, its value and the right form.
 
     Args:
@@ -418,13 +429,13 @@ def _is_internal(part: object) -> bool:
     return isinstance(part, str) and part.startswith(("function-", "["))
 
 
-def _nearest_field(place: list[str], model: Model) -> str:
+def _nearest_field(place: list[str], model: ModelType) -> str:
     """Return the known field that an unknown one probably means; empty if none is similar."""
     *parents, word = place
     synonym = _FIELD_OF.get(word.lower().replace("-", "_"), "")
     if synonym and model is Job and ".".join(parents) in _PLACES:
         return synonym
-    around: Model = model
+    around: ModelType = model
     for part in parents:  # an index or a user's name does not lead into another model
         if part in (inner := _types_of(around)):
             around = _inner_model(inner[part]) or around
@@ -437,13 +448,13 @@ def _nearest_field(place: list[str], model: Model) -> str:
     return by_name.get(nearest(word, by_name), "") if model is Job else ""
 
 
-def _types_of(model: Model) -> Mapping[str, object]:
+def _types_of(model: ModelType) -> Mapping[str, object]:
     if issubclass(model, BaseModel):
         return {name: field.annotation for name, field in model.model_fields.items()}
     return get_type_hints(model)
 
 
-def _dotted_names(model: Model, prefix: str = "") -> Iterator[str]:
+def _dotted_names(model: ModelType, prefix: str = "") -> Iterator[str]:
     for name, hint in _types_of(model).items():
         yield prefix + name
         inner = _inner_model(hint)
@@ -451,7 +462,7 @@ def _dotted_names(model: Model, prefix: str = "") -> Iterator[str]:
             yield from _dotted_names(inner, f"{prefix}{name}.")
 
 
-def _inner_model(annotation: object) -> Model | None:
+def _inner_model(annotation: object) -> ModelType | None:
     if isinstance(annotation, type):
         if issubclass(annotation, BaseModel):
             return annotation

@@ -11,7 +11,7 @@ import textwrap
 from pydantic import BaseModel, TypeAdapter
 
 from hpml_orchestrator.jobfile import sweep
-from hpml_orchestrator.jobfile.rules import Model
+from hpml_orchestrator.jobfile.rules import ModelType
 from hpml_orchestrator.records import job
 from hpml_orchestrator.records.job import Job, Json
 
@@ -26,7 +26,7 @@ def sweep_schema() -> dict[str, object]:
     return schema_of(sweep.Sweep, "hpml sweep file")
 
 
-def schema_of(model: Model, title: str) -> Json:
+def schema_of(model: ModelType, title: str) -> Json:
     """Return the JSON Schema of a model, with the descriptions of its fields."""
     module = sys.modules[model.__module__]
     schema = TypeAdapter(model).json_schema()
@@ -42,7 +42,7 @@ def schema_of(model: Model, title: str) -> Json:
     return {"$schema": dialect, **schema, "title": title}
 
 
-def _field_docstrings(model: Model) -> dict[str, str]:
+def _field_docstrings(model: ModelType) -> dict[str, str]:
     """Return the text below each field: pydantic would read the sources at every start of hpml."""
     docstrings: dict[str, str] = {}
     for cls in reversed(model.__mro__):

@@ -26,8 +26,7 @@ from pydantic import (
 
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.jobfile.load import read_mapping
-from hpml_orchestrator.jobfile.rules import combined, problems_of
-from hpml_orchestrator.jobfile.text import Model
+from hpml_orchestrator.jobfile.rules import Model, combined, problems_of
 from hpml_orchestrator.records import units
 
 # The axes of a sweep: lists of values, ranges, and the conditions under which they apply.

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict
-
 from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.records.job import JobPart
 from hpml_orchestrator.records.units import OF_LAUNCHERS, read_span
@@ -94,15 +92,6 @@ def unescaped(text: str) -> str:
     return _DOUBLED.sub(
         lambda match: match[0] if intended_placeholder(match[2]) is None else match[1], text
     )
-
-
-class Model(BaseModel):
-    """Base of all models: it refuses unknown fields, and nothing changes after validation.
-
-    The docstring below a field is its description in the JSON Schema (`schema.py`).
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 # Make the paths of a job absolute.

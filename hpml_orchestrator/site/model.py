@@ -18,9 +18,9 @@ from pydantic import (
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.jobfile.load import Layer, leaves, merged, overlaps, read_mapping
-from hpml_orchestrator.jobfile.rules import combined, problems_of, wrong_fields
+from hpml_orchestrator.jobfile.rules import Model, combined, problems_of, wrong_fields
 from hpml_orchestrator.jobfile.schema import schema_of
-from hpml_orchestrator.jobfile.text import Model, absolute, web_address
+from hpml_orchestrator.jobfile.text import absolute, web_address
 from hpml_orchestrator.records import units
 from hpml_orchestrator.records import units as values
 from hpml_orchestrator.records.job import NO_GPUS, Job, Json, expand_shorthand
