@@ -88,10 +88,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-if __name__ == "__main__":
-    sys.stdout.write(page())
-
-
 _LOG = logging.getLogger(__name__)
 
 EXIT_STUCK = 75
@@ -342,3 +338,7 @@ def _watch_parent(parent: int) -> None:
         time.sleep(_LOOK_SECONDS)
     _LOG.warning("the process that started this exporter is gone")
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

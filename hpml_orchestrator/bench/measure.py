@@ -49,7 +49,7 @@ _SECONDS = 1.0  # for all repeats of one figure
 # The period of CPU quotas (Linux: cpu.max, 100 ms by default). Shorter repeats could fit between
 # two pauses, and the best ones would hide that the node is throttled.
 _REPEAT_SECONDS = 0.1
-_FIGURES_PARTS = 4
+_MOST_PARTS = 4
 
 
 Tracks = Sequence[Sequence[float]]
@@ -98,7 +98,7 @@ def _best_tenth(rates: Sequence[float]) -> float:
 
 
 def _parts(rates: Sequence[float]) -> list[Sequence[float]]:
-    number = min(_FIGURES_PARTS, len(rates))
+    number = min(_MOST_PARTS, len(rates))
     ends = [len(rates) * (index + 1) // number for index in range(number)]
     return [rates[begin:end] for begin, end in zip([0, *ends], ends)]  # noqa: B905 - Python 3.9
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 # Warn about valid requests that are rarely intended, using the job file and the program's source.
 
 _MOST_FILES, _MOST_BYTES = 30, 2**18
-_LITTLE_MIB = 256  # PyTorch alone needs more
+_LITTLE_MEMORY_MIB = 256  # PyTorch alone needs more
 _TRAINS = re.compile(
     r"^\s*(import|from)\s+(torch|tensorflow|keras|sklearn|xgboost|lightgbm|numpy|pandas)\b",
     re.MULTILINE,
@@ -98,7 +98,7 @@ _CHECKPOINT = re.compile(r"\{checkpoint\.dir\}|HPML_CHECKPOINT_DIR|hpml_ch(annel
 def check_intent(job: Job) -> Iterator[CheckFinding]:
     """Yield warnings about a job that would run, but probably not as the user intends."""
     resources, memory = job.resources, job.resources.memory
-    if memory and memory <= _LITTLE_MIB and (job.script or job.module):
+    if memory and memory <= _LITTLE_MEMORY_MIB and (job.script or job.module):
         message = f"is {size_text(memory)}iB per node: a number without a unit is MiB"
         hint = f"write {memory}G for GiB"
         yield warning("memory.little", "resources.memory", memory, message, None, hint)
@@ -266,7 +266,7 @@ def _read(path: str) -> dict[str, Any]:
 # Compare `checkpoint` with the time limit, its directory, and the cluster.
 
 _SHORT = 30  # too few seconds to save most trainings
-_LIFECYCLE_LITTLE_MIB = 1024
+_LITTLE_SPACE_MIB = 1024
 _LISTED = 1000
 _DEFAULTS = Checkpoint()
 
@@ -386,7 +386,7 @@ def _space(path: Path, shown: str) -> Iterator[CheckFinding]:
         what = "inodes" if no_inodes else "space"
         message = f"the file system of {path} has no {what} left"
         yield error("checkpoint.full", "checkpoint.directory", shown, message, 0)
-    elif free_mib < _LIFECYCLE_LITTLE_MIB:
+    elif free_mib < _LITTLE_SPACE_MIB:
         left = size_text(free_mib)
         message = f"the file system of {path} has {left} left"
         hint = "remove what is not needed, or give another directory"

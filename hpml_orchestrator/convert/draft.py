@@ -68,6 +68,7 @@ from hpml_orchestrator.records.units import ALL_MEMORY, Gpus, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_PROGRAM = ("script", "module", "command", "args")
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTHONUNBUFFERED"})  # by hpml, after setup
 _SOFTWARE = frozenset({"module", "venv", "conda", "cd"})
@@ -227,9 +228,9 @@ class _Import:
             self.report.lost(line.line, line.source, why, "write it by hand")
         if not lines:
             self.report.lost(min(numbers, default=0), written, why, "write it by hand")
-        if name in ("script", "module", "command", "args"):
+        if name in _PROGRAM:
             self._put_shell()
-        if name in ("script", "module", "command", "args", "environment.setup"):
+        if name in (*_PROGRAM, "environment.setup"):
             self._put_setup()
 
     def _shown_field(self, name: str) -> str:
@@ -312,7 +313,7 @@ class _Import:
         copies_there = re.search(rf"\b({'|'.join(COPIES)})\s", line.source) and (
             line.directories[1] or self.body.is_on_node(line.source, LOCAL)
         )
-        line.is_field = why == "" or line in self._calls()
+        line.is_field = why == "" or self._is_call(line)
         if line.kind in ("comment", "drop") or line.is_field:
             return
         if why or (copies_there and not line.results):
@@ -521,12 +522,12 @@ class _Import:
     def _put_shell(self) -> None:
         """Have a shell start the program by the user's own line."""
         launch, self.by_shell = self.launch, True
-        for name in ("script", "module", "command", "args"):
+        for name in _PROGRAM:
             if name in self.fields.stated:
                 self.fields.remove(name)
         if self.body.line.block and not launch.launcher:
             text = self._block_text()
-            own = "" if self._calls() else self.body.line.source
+            own = "" if self.body.line.block == "a function" else self.body.line.source
         else:
             own = text = "exec " + " ".join(map(_quoted, launch.words))
         # In a function of the script $1 is the function's.
@@ -545,16 +546,16 @@ class _Import:
         self.fields.put("command", ("bash", "-c", _escaped(text)), launch.line)
         launch.changed(_BY_SHELL, "write them into `args` if you know them")
 
-    def _calls(self) -> list[Line]:
-        """Return the lines that call the function which the launch line is in."""
+    def _is_call(self, line: Line) -> bool:
+        """Whether a line calls the function that the launch line is in."""
         block = self.body.line
-        if block.block != "a function" or self.launch.launcher:
-            return []
-        return [one for one in self.body.after if one.kind != "comment" and _names(block, one)]
+        is_inside = block.block == "a function" and not self.launch.launcher
+        return is_inside and line.kind != "comment" and _names(block, line.source)
 
     def _block_text(self) -> str:
         """Return the loop, pipeline or function around the program, and what it needs to run."""
-        block, calls = self.body.line, self._calls()
+        block = self.body.line
+        calls = [one for one in self.body.after if self._is_call(one)]
         if block.block == "a function" and not calls:
             self.launch.lost(block.source, "the script calls it nowhere", "call it in command")
         text = "\n".join([block.source, *(one.source for one in calls)])
@@ -838,11 +839,10 @@ def _escaped(text: str) -> str:
     return BRACES.sub(doubled, text)
 
 
-def _names(function: Line, text: Line | str) -> bool:
+def _names(function: Line, text: str) -> bool:
     """Whether a text has the name of a function of the script."""
     name = re.match(r"(?:function\s+)?([^\s(){}]+)", function.source)
-    source = text if isinstance(text, str) else text.source
-    return name is not None and bool(re.search(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", source))
+    return name is not None and bool(re.search(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", text))
 
 
 def _read_names(source: str) -> set[str]:

@@ -37,7 +37,7 @@ from hpml_orchestrator.document.model import (
     Tiles,
 )
 from hpml_orchestrator.document.templates import drawing, number, page, percent, sentences
-from hpml_orchestrator.document.text import markdown, terminal
+from hpml_orchestrator.document.text import duration_cell, markdown, terminal
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import duration_text, human_bytes, rate_text, seconds_text
 
@@ -275,7 +275,7 @@ def _ranks(facts: Facts) -> Iterator[Section]:
             {
                 "rank": rank.rank,
                 "node": rank.node,
-                **{name: _duration(inside.get(name)) for name in bars.names},
+                **{name: duration_cell(inside.get(name)) for name in bars.names},
                 "whole": duration_text(sum(inside.values())),
                 "samples": number(rank.samples),
                 "bound as planned": {True: "yes", False: "no", None: ""}[rank.bound_as_planned],
@@ -286,10 +286,6 @@ def _ranks(facts: Facts) -> Iterator[Section]:
     text = Paragraph(_say("imbalance", share, waits), is_note=True)
     details = Details(f"Figures of {'these' if hidden else 'all'} ranks", [table])
     yield Section("Ranks", [bars, text, details], anchor="ranks")
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else duration_text(seconds)
 
 
 def _spent(rank: RankFacts, *, per_step: bool) -> tuple[dict[str, float], float]:

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.document.model import Bar, Bars, Block, Details, Document, Section
-from hpml_orchestrator.document.text import columns_of
+from hpml_orchestrator.document.text import columns_of, markdown_cell
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import (
     clock_text,
@@ -87,7 +87,7 @@ def environment(form: str) -> jinja2.Environment:
     )
     environment.globals |= {"format": form, "columns": columns_of}
     environment.filters |= {
-        "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
+        "cell": markdown_cell,
         "clock": clock_text,
         "counted": counted,
         "duration": duration_text,

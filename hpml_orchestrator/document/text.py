@@ -22,7 +22,7 @@ from hpml_orchestrator.document.model import (
     Section,
     Tiles,
 )
-from hpml_orchestrator.records.texts import duration_text, printable
+from hpml_orchestrator.records.texts import duration_text, printable, printable_lines
 
 _INDENT = 10  # of the values of named fields
 _MARGIN = 3  # of a judgement, for its number
@@ -142,7 +142,7 @@ def markdown(document: Document) -> str:
     parts = [f"# {document.name}", document.about or document.question, f"**{document.headline}**"]
     parts += [part for block in document.blocks for part in _markdown(block)]
     text = "\n\n".join(filter(None, parts))
-    return "\n".join(printable(line) for line in text.split("\n")) + "\n"
+    return printable_lines(text) + "\n"
 
 
 def _markdown(block: Block) -> Iterator[str]:
@@ -195,21 +195,26 @@ def _bullets(block: Paragraph | NamedValues | Items | Tiles) -> list[str]:
 def _figures(bars: Bars) -> list[dict[str, str]]:
     """Return a row of a table for each bar."""
     return [
-        {"": bar.label, **{name: _seconds(bar.pieces.get(name)) for name in bars.names}}
+        {"": bar.label, **{name: duration_cell(bar.pieces.get(name)) for name in bars.names}}
         for bar in bars.bars
     ]
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration_text(value)
+def duration_cell(seconds: float | None) -> str:
+    """Return a duration for a table; `-` if it is unknown."""
+    return "-" if seconds is None else duration_text(seconds)
+
+
+def markdown_cell(value: object) -> str:
+    """Return a value for a table in Markdown."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
     columns = columns_of(rows)
     lines = [list(columns), ["---:" if numeric else "---" for numeric in columns.values()]]
     lines += [[str(row[name]) for name in columns] for row in rows]
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join(f"| {' | '.join(map(markdown_cell, line))} |" for line in lines)
 
 
 def columns_of(rows: Sequence[Mapping[str, object]]) -> dict[str, bool]:

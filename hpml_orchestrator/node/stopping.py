@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _PAUSED_SECONDS = 10.0
 _STACK_SECONDS = 2.0
-_HANG_LOOK_SECONDS = 0.05
+_DUMP_LOOK_SECONDS = 0.05
 _MAX_STACK_BYTES = 1 << 20
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
@@ -146,7 +146,7 @@ def _stacks(pid: int, peer: Peer | None) -> str:
         os.kill(pid, peer.stacks_signal)
         size, deadline = before, time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(_HANG_LOOK_SECONDS)
+            time.sleep(_DUMP_LOOK_SECONDS)
             last, size = size, os.stat(path).st_size
             # Stacks of several threads need several writes, so wait until the file stops growing.
             if before < size == last:

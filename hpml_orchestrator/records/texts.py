@@ -153,6 +153,11 @@ def printable(text: str) -> str:
     return "".join(char for char in re.sub(r"\s", " ", text) if char.isprintable())
 
 
+def printable_lines(text: str) -> str:
+    """Return text with `printable` lines, so that names in it cannot control a terminal."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def memory_fault(output: str, job_id: str) -> str:
     """Return a sentence if a job's output shows that Slurm ended it out of memory, else empty.
 

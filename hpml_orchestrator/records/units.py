@@ -741,8 +741,8 @@ def _gpus(value: object) -> Gpus:
     return value if isinstance(value, Gpus) else parse_gpus(value)  # default from a site profile
 
 
-_FIELDS_GPU_FORMS = {"anyOf": [_INTEGER, _TEXT, {"type": "array", "items": INTEGER_OR_TEXT}]}
-GpuRequest = Annotated[Gpus, Unit(_gpus, lambda gpus: str(gpus) or "0", _FIELDS_GPU_FORMS)]
+_GPU_SCHEMA = {"anyOf": [_INTEGER, _TEXT, {"type": "array", "items": INTEGER_OR_TEXT}]}
+GpuRequest = Annotated[Gpus, Unit(_gpus, lambda gpus: str(gpus) or "0", _GPU_SCHEMA)]
 Memory = Annotated[int, Unit(parse_size_mib, size_text, INTEGER_OR_TEXT)]  # MiB
 NodeMemory = Annotated[int, Unit(parse_node_memory, node_memory_text, INTEGER_OR_TEXT)]  # MiB
 Seconds = Annotated[int, Unit(parse_time, format_time, INTEGER_OR_TEXT)]

@@ -716,13 +716,13 @@ def clean(
                     why = f"{by}, last used {age_text(idle_seconds)} ago"
                     done.kept.append((staged, why))
                 else:
-                    _inventory_remove(store, path, staged, done, dry_run=dry_run)
+                    _clean_entry(store, path, staged, done, dry_run=dry_run)
         if not dry_run:
             store.remove_if_empty()
     return done
 
 
-def _inventory_remove(
+def _clean_entry(
     store: NodeStore, path: str, staged: StoredData, done: Cleaned, *, dry_run: bool
 ) -> None:
     try:

@@ -18,7 +18,7 @@ from hpml_orchestrator.diagnosis.report import Page
 from hpml_orchestrator.diagnosis.thresholds import OVER_ASKED
 from hpml_orchestrator.document.templates import percent
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.texts import printable
+from hpml_orchestrator.records.texts import printable_lines
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.sweeps.batches import with_trials
@@ -71,9 +71,7 @@ def to_text(document: Comparison) -> str:
 
 def _plain(form: str, document: SweepFacts | Comparison) -> str:
     text = re.sub(r"[ \t]+\n", "\n", _body(form, document, []))
-    text = re.sub(r"\n{3,}", "\n\n", text).strip()
-    # Names and values of another user must not move a terminal's cursor.
-    return "\n".join(map(printable, text.split("\n"))) + "\n"
+    return printable_lines(re.sub(r"\n{3,}", "\n\n", text).strip()) + "\n"
 
 
 def to_json(document: SweepFacts | Comparison) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from hpml_orchestrator.sweeps.wording import attempts_text, axis_text, costs_tex
 
 # The Pareto front of a sweep by several figures: the settings that no other one dominates.
 
-_PARETO_MOST_NAMES = 5
+_MOST_ON_FRONT = 5
 
 
 def objectives(runs: Sequence[PointRow], names: Iterable[str]) -> dict[str, Estimate]:
@@ -97,7 +97,7 @@ def answer(report: SweepFacts) -> Iterable[str]:
         f"{'is' if len(front) == 1 else 'are'} not dominated (by {names}): for each of the others "
         "one of these is at least as good in every figure, and better in one."
     )
-    yield f"They are: {first_few([_words(one) for one in front], _PARETO_MOST_NAMES)}."
+    yield f"They are: {first_few([_words(one) for one in front], _MOST_ON_FRONT)}."
     if min(one.runs for one in front) == 1:
         yield (
             "A point of the front is one run: neighbours that differ by less than runs of one "

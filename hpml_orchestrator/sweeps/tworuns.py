@@ -131,13 +131,9 @@ def compare_runs(first: Diagnosis, second: Diagnosis) -> RunComparison:
         # two times that differ by less than NOISE_SECONDS
         close=[duration_text(time) for time in took] if _is_close(*took) else (),
     )
+    (caution,) = sentences("caution", noise=NOISE, seconds=NOISE_SECONDS)
     answer = sentences(
-        "runs",
-        headline=headline,
-        noise=NOISE,
-        seconds=NOISE_SECONDS,
-        first=one.run,
-        comparable=not against,
+        "runs", headline=headline, caution=caution, first=one.run, comparable=not against
     )
     swept = _sweep(one, other, "samples_per_second" if rated else "total_seconds")
     before, after = swept.settings
@@ -154,7 +150,7 @@ def compare_runs(first: Diagnosis, second: Diagnosis) -> RunComparison:
         comparable=not against,
         doubts=tuple(against),
         differences=work,
-        caution=f"o{answer[1][1:-1]}",
+        caution=caution,
         rows=rows,
         findings=_findings(first, second, comparable=not against),
     )

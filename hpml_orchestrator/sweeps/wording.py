@@ -134,14 +134,15 @@ def costs_text(costs: Costs) -> str:
 @cache
 def environment(form: str) -> jinja2.Environment:
     """Return the environment of the report's templates, for `html`, `md` or `text`."""
-    environment = templates.environment(form)
-    environment.globals |= {"parts": PARTS}
-    environment.filters |= {
+    shared = templates.environment(form)
+    environment = shared.overlay()  # filters of sweeps are not those of all reports
+    environment.globals = {**shared.globals, "parts": PARTS}
+    environment.filters = {
+        **shared.filters,
         "attempts": attempts_text,
         "axis": axis_text,
         "change": change_text,
         "costs": costs_text,
-        "counted": counted,
         "crossover": crossover_text,
         "missing": lambda states: ", ".join(
             f"{n} {_state_text(state)}" for state, n in states.items()

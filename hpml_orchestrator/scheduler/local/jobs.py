@@ -531,7 +531,7 @@ _REQUEUE = (JobState.REQUEUED, "requeued")
 _MAX_PAUSE_SECONDS = 3600.0
 _PAUSE_SECONDS = 0.1
 _LOOK_SECONDS = 0.2
-_SUPERVISOR_KILL_PATIENCE_SECONDS = 10.0
+_END_PATIENCE_SECONDS = 10.0
 _RECORD_PATIENCE_SECONDS = 600.0
 _RECORD_PAUSE_SECONDS = 0.5
 
@@ -821,7 +821,7 @@ class _Run:
             self._hear(_PAUSE_SECONDS)
         return kill_until_gone(
             lambda: descendants(os.getpid()),
-            patience_seconds=_SUPERVISOR_KILL_PATIENCE_SECONDS,
+            patience_seconds=_END_PATIENCE_SECONDS,
             reap=lambda: self._hear(0.0),
         )
 

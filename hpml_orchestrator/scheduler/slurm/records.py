@@ -58,7 +58,7 @@ SACCT_FIELDS = (
 )
 """Value for `sacct --format`; AllocCPUS only fills the column of restarts."""
 
-_PARSE_NOTHING = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
+_NO_VALUE = frozenset({"", "(null)", "none", "n/a", "unknown", "none assigned", "null"})
 _SIGNAL_MASK = 0x7F
 _CODE_SHIFT = 8
 _YEAR_SECONDS = 365 * 86400.0
@@ -118,7 +118,7 @@ def parse_time(text: str) -> float | None:
     True
     """
     text = text.strip()
-    if text.lower() in _PARSE_NOTHING:
+    if text.lower() in _NO_VALUE:
         return None
     if _number(text):
         return float(text) or None
@@ -243,7 +243,7 @@ def _number(text: str) -> bool:
 
 def _text(field: str) -> str:
     field = field.strip()
-    return "" if field.lower() in _PARSE_NOTHING else field
+    return "" if field.lower() in _NO_VALUE else field
 
 
 ASSOCIATION_FIELDS = (
@@ -261,7 +261,7 @@ QOS_FIELDS = (
 _START = re.compile(r"(?:License|Node|Partition|Reservation)Name=", re.ASCII)
 _KEY = re.compile(r"(?:(?<=\s)|^)([A-Za-z][A-Za-z0-9_/:.\-\[\]]*)=", re.ASCII)
 _FREE_TEXT = frozenset({"OS", "Reason", "Comment", "Extra"})  # each starts its own line
-_NOTHING = frozenset(
+_NO_LIMIT = frozenset(
     "(null) null none n/a n/s unknown unlimited infinite infinity invalid not_set partition_limit "
     "-1 notset".split()
 )
@@ -514,7 +514,7 @@ def node_states(text: str) -> frozenset[str]:
 
 def _plain(text: str) -> str:
     text = text.strip()
-    return "" if text.lower() in _NOTHING else text
+    return "" if text.lower() in _NO_LIMIT else text
 
 
 def _names(text: str) -> tuple[str, ...]:
