@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.log import log_to_stderr
-from hpml_orchestrator.node import planning, startup, stopping
+from hpml_orchestrator.node import planning, software, stopping
 from hpml_orchestrator.node.channel import ChannelReader, Feed, attempt_channel, exporter_sockets
 from hpml_orchestrator.node.continuation import kill_wait
 from hpml_orchestrator.node.environment import AgentOptions, node_index, node_name, parse_options
@@ -217,7 +217,7 @@ class Agent:
                 monitor.stop()
             self._feed.close()
             if self._software is not None:
-                startup.end(self._software)
+                software.end(self._software)
         return 0 if ready else 1
 
     def _stop_path(self, channel: ChannelReader) -> StopPath | None:
@@ -410,7 +410,7 @@ class Agent:
             return
         if node_index(os.environ)[0] == 0:
             for rank in self._started_ranks()[:1]:
-                self._software = startup.start(self._attempt, rank.pid, rank.program)
+                self._software = software.start(self._attempt, rank.pid, rank.program)
 
     def _stop_ranks(self, now: float, ranks: list[StartedRank]) -> float:
         """Stop the ranks if that is due; return the seconds until the next call."""

@@ -243,7 +243,7 @@ class Attempt:
 
     @property
     def software(self) -> SoftwareRecord | None:
-        """The software of its ranks, from `node/startup.py`; None if not recorded."""
+        """The software of its ranks, from `node/software.py`; None if not recorded."""
         with contextlib.suppress(NotFoundError, RecordError):
             record: SoftwareRecord = read_json(self.directory / SOFTWARE)
             return record

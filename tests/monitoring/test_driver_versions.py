@@ -5,7 +5,7 @@ from __future__ import annotations
 from deploy.gpusim.gpusim import State, a100
 from tests.monitoring.gpusim_support import Gpusim
 
-CODE = "from hpml_orchestrator.node.startup import nvidia_versions; print(nvidia_versions())"
+CODE = "from hpml_orchestrator.node.software import nvidia_versions; print(nvidia_versions())"
 
 
 def test_the_versions_of_the_driver(gpusim: Gpusim) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.node.startup import installed, python_of, record, start
+from hpml_orchestrator.node.software import installed, python_of, record, start
 
 VERSION = ".".join(platform.python_version_tuple()[:2])
 
